@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu slurm chromium sandbox nemo-run ray agents verifiers openenv mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
+.PHONY: help setup setup-gpu slurm chromium sandbox nemo-run ray agents trl verifiers openenv mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
 
 # Of the environments: a Python 3.12 or 3.13, which tools/setup/find_python.sh else looks for.
 export PYTHON ?=
@@ -23,6 +23,10 @@ TORCH := requirements/torch-cpu.txt requirements/torch.txt
 # Of a machine with GPUs.
 GPU := .venv-gpu
 GPU_LOCK := requirements/cuda.txt
+TE_LOCK := requirements/te.txt
+# Its part for torch is C++ alone: it is built against the headers in CUDA's wheels, without nvcc. No wheel is taken from
+# elsewhere, nor from pip's cache, where it may be for another torch.
+TE_BUILD := NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_WITH_NCCL_EP=0
 INSTALLED := $(VENV)/installed
 PIP_OPTIONS := -qq --disable-pip-version-check --no-deps
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS)
@@ -33,8 +37,6 @@ NEMO_RUN_LOCK := requirements/nemo-run.txt
 RAY := .venv-ray
 RAY_LOCK := requirements/ray.txt
 # Of the agent framework that talks to the gateway in a test, on top of $(VENV).
-AGENTS := .venv-agents
-AGENTS_LOCK := requirements/agents.txt
 # Of the site of the documents.
 DOCS := .venv-docs
 # What parses the diagrams of the documents, and draws them on the site.
@@ -48,7 +50,8 @@ help:
 	@echo 'slurm  install what the tests with a real Slurm start (Debian packages, as root); without it they are skipped'
 	@echo 'nemo-run  install NeMo-Run without torch into $(NEMO_RUN), for a login node or a laptop that launches runs'
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
-	@echo 'agents  install an agent framework into $(AGENTS), on top of $(VENV): a test lets it talk to the gateway'
+	@echo 'agents  install an agent framework into .venv-agents, on top of $(VENV): a test lets it talk to the gateway'
+	@echo 'trl    install TRL into .venv-trl, on top of $(VENV): a test compares losses of preferences with it'
 	@echo 'verifiers  install the package verifiers into .venv-verifiers: a test lets the model play its environments'
 	@echo 'openenv  install the package OpenEnv into .venv-openenv: a test plays environments of its server'
 	@echo 'mermaid  install the parser of diagrams into $(MERMAID)/node_modules, for the tests'
@@ -63,7 +66,7 @@ help:
 	@echo 'bench  run the benchmarks that take minutes: $(BENCHMARKS); the others by hand: python -m benchmarks.NAME --help'
 	@echo 'docs   write the field reference, and the pages of algorithms and of the keys of other systems'
 	@echo 'docs-site  make a site of docs/ with a search, in site/; MkDocs is installed into $(DOCS)'
-	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN), $(RAY), $(AGENTS) and $(DOCS)'
+	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN), $(RAY) and $(DOCS)'
 	@echo 'lock   resolve the locks of requirements/ again; UPGRADE=1 takes the newest versions'
 
 setup: $(INSTALLED)
@@ -77,7 +80,13 @@ $(INSTALLED): $(LOCK) $(TORCH) pyproject.toml
 	@touch $@
 
 setup-gpu:
-	@$(MAKE) --no-print-directory setup VENV=$(GPU) LOCK=$(GPU_LOCK) TORCH=
+	@$(MAKE) --no-print-directory $(GPU)/transformer-engine VENV=$(GPU) LOCK=$(GPU_LOCK) TORCH=
+
+$(GPU)/transformer-engine: $(TE_LOCK) $(INSTALLED)
+	@echo 'Building Transformer Engine for torch (some 20 minutes of one core; MAX_JOBS=4 uses four)'
+	@$(TE_BUILD) $(PIP_INSTALL) --no-build-isolation --no-cache-dir --force-reinstall --require-hashes -r $(TE_LOCK) \
+		|| { echo 'It needs g++ and the headers of Python (Debian: g++, python3.12-dev)' >&2; exit 1; }
+	@touch $@
 
 slurm:
 	@"$$(tools/setup/find_python.sh)" tests/debian.py slurm
@@ -107,12 +116,15 @@ $(RAY)/installed: $(RAY_LOCK) $(INSTALLED)
 	@$(BIN)/python -m pip --python $(RAY)/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r $(RAY_LOCK)
 	@touch $@
 
-agents: $(AGENTS)/installed
+agents: .venv-agents/installed
 
-$(AGENTS)/installed: $(AGENTS_LOCK) $(INSTALLED)
-	@echo 'Installing into $(AGENTS)'
-	@$(BIN)/python -m venv --without-pip $(AGENTS)
-	@$(BIN)/python -m pip --python $(AGENTS)/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r $(AGENTS_LOCK)
+trl: .venv-trl/installed
+
+# What tests have on top of $(VENV).
+.venv-agents/installed .venv-trl/installed: .venv-%/installed: requirements/%.txt $(INSTALLED)
+	@echo 'Installing into .venv-$*'
+	@$(BIN)/python -m venv --without-pip .venv-$*
+	@$(BIN)/python -m pip --python .venv-$*/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r requirements/$*.txt
 	@touch $@
 
 verifiers: .venv-verifiers/installed
@@ -157,7 +169,7 @@ unit: setup
 		-m 'not (process or dist or e2e or gpu)'
 
 # Hundreds of processes import the package: they keep what they have compiled. tests/test_types.py checks the types.
-test: style nemo-run ray agents verifiers openenv mermaid $(DOCS)/installed
+test: style nemo-run ray agents trl verifiers openenv mermaid $(DOCS)/installed
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
 matrix: setup
@@ -193,9 +205,11 @@ lock: setup
 	$(RESOLVE) requirements/torch.in --output-file requirements/torch.txt
 	$(RESOLVE) pyproject.toml requirements/cuda.in --extra dev --extra launch --override requirements/cuda.override \
 		--override requirements/launch.override --output-file $(GPU_LOCK)
+	$(RESOLVE) requirements/te.in --no-deps --output-file $(TE_LOCK)
 	$(RESOLVE) requirements/nemo-run.in --output-file $(NEMO_RUN_LOCK)
 	$(RESOLVE) requirements/ray.in --output-file $(RAY_LOCK)
-	$(RESOLVE) requirements/agents.in --no-deps --output-file $(AGENTS_LOCK)
+	$(RESOLVE) requirements/agents.in --no-deps --output-file requirements/agents.txt
+	$(RESOLVE) requirements/trl.in --no-deps --output-file requirements/trl.txt
 	$(RESOLVE) requirements/verifiers.in --output-file requirements/verifiers.txt
 	$(RESOLVE) requirements/openenv.in --override requirements/openenv.override --output-file requirements/openenv.txt
 	$(RESOLVE) requirements/docs.in --output-file requirements/docs.txt

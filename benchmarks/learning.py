@@ -33,6 +33,7 @@ from examples.sort_letters.checkpoint import write_checkpoint
 from examples.sort_letters.data import write_data
 from examples.sort_letters.results import TRUE_SCORE, read_lines
 from megarl.config.inheritance import merged
+from megarl.run.paths import field_at, read_config
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,6 +59,10 @@ STALE: Final = {"decoupled_ppo": "decoupled PPO", "coupled_ppo": "coupled PPO"}
 """Those on samples of older weights, likewise."""
 CONVERSATIONS: Final = {"lookup": "GRPO over several turns", "lookup_control": "the same, shuffled rewards"}
 """Those on a task of several turns, likewise."""
+PREFERENCES: Final = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "orpo": "ORPO"}
+"""Those on preferences, likewise."""
+DISTILLED: Final = {"opd": "sampled tokens", "opd_full": "whole distributions"}
+"""Those that learn from a teacher, likewise."""
 CONTROLS: Final = ("control", "lookup_control")
 """What must not learn."""
 STALENESS: Final = (0, 1, 2, 4, 8)
@@ -65,7 +70,7 @@ STALENESS: Final = (0, 1, 2, 4, 8)
 Row = tuple[str, int | None]
 """An algorithm, and the age of its samples."""
 ROWS: Final[Mapping[Row, str]] = {
-    **{(name, None): title for name, title in {**ALGORITHMS, **CONVERSATIONS}.items()},
+    **{(name, None): title for name, title in {**ALGORITHMS, **CONVERSATIONS, **PREFERENCES, **DISTILLED}.items()},
     **{(name, age): f"{title}, {age} old" for name, title in STALE.items() for age in STALENESS},
 }
 """Titles of the rows of the tables."""
@@ -146,6 +151,8 @@ def work(cell: Cell) -> None:
     """Makes a cell's result; an interrupted run of the same settings goes on."""
     converses = cell.algorithm in CONVERSATIONS
     share_conversations() if converses else share()
+    if cell.algorithm in DISTILLED:
+        share_teacher()
     directory = DIRECTORY / "cells" / cell.name
     marker, run_dir = directory / "settings", directory / "run"
     if marker.exists() and marker.read_text(encoding="utf-8") != cell.settings():
@@ -154,13 +161,17 @@ def work(cell: Cell) -> None:
     marker.write_text(cell.settings(), encoding="utf-8")
     start = time.perf_counter()
     train(cell.config, f"run.dir={run_dir}", f"run.seed={cell.seed}", *cell.overrides)
+    if cell.algorithm in PREFERENCES:
+        outcome = measured_on_preferences(directory, cell.seed)
+    else:
+        outcome = measured(run_dir, "environment" if converses else TRUE_SCORE)
     result = {
         "algorithm": cell.algorithm,
         "seed": cell.seed,
         **({} if cell.staleness is None else {"staleness": cell.staleness}),
         "settings": cell.settings(),
         "last_invocation_seconds": round(time.perf_counter() - start),
-        **measured(run_dir, "environment" if converses else TRUE_SCORE),
+        **outcome,
     }
     cell.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"{cell.result}: {result['verdict']}")
@@ -178,6 +189,12 @@ def share() -> None:
         if stage == "reward_model":
             paths["normalisation.prompts"] = "data/prompts_train.jsonl"
         train_shared(Path("configs/demo") / f"{stage}.yaml", DIRECTORY / stage, paths, "checkpoint.every=100")
+
+
+def share_teacher() -> None:
+    """Makes the teacher, which is the fine-tuned model after GRPO, where it is not there."""
+    if not (DIRECTORY / "teacher" / "export").exists():
+        train(CONFIGS / "grpo.yaml", f"run.dir={DIRECTORY / 'teacher'}", f"run.seed={SHARED_SEED}")
 
 
 def share_conversations() -> None:
@@ -199,9 +216,43 @@ def train_shared(config: Path, run_dir: Path, paths: Mapping[str, str], *overrid
 
 def train(config: Path, *overrides: str) -> None:
     """`megarl train` to its end; where it fails, it has said why, and this ends too."""
-    status = subprocess.run([sys.executable, "-m", "megarl", "train", str(config), *overrides], check=False).returncode
+    megarl("train", config, *overrides)
+
+
+def megarl(command: str, config: Path, *overrides: str) -> None:
+    status = subprocess.run([sys.executable, "-m", "megarl", command, str(config), *overrides], check=False).returncode
     if status:
         sys.exit(status)
+
+
+def measured_on_preferences(directory: Path, seed: int) -> dict[str, Any]:
+    """What a run in `directory` came to: true scores of the model before and after, samples being responses."""
+    run_dir = directory / "run"
+    steps = read_lines(run_dir / "metrics.jsonl")
+    evaluations: list[dict[str, Any]] = []
+    for step, model in ((0, DIRECTORY / "sft" / "export"), (len(steps), run_dir / "export")):
+        evaluated = directory / f"true_score-{step}"
+        if not (evaluated / "summary.json").exists():
+            megarl("eval", CONFIGS / "eval.yaml", f"run.dir={evaluated}", f"model.path={model}", f"run.seed={seed}")
+        (row,) = read_lines(evaluated / "evaluations.jsonl")
+        evaluations.append(
+            {
+                "step": step,
+                "samples": row["eval/samples"],
+                "true_score": round(row[f"eval/{TRUE_SCORE}"], 4),
+                "half_width": round(row[f"eval/{TRUE_SCORE}_ci95"], 4),
+            }
+        )
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    return {
+        "verdict": summary["verdict"],
+        "findings": summary.get("findings", []),
+        "evaluations": evaluations,
+        "steps": len(steps),
+        "samples": 2 * len(steps) * field_at(read_config(run_dir / "config.yaml"), "data.pairs_per_step"),
+        "seconds_in_steps": round(sum(row["time/step"] for row in steps)),
+        "kl": [],
+    }
 
 
 def measured(run_dir: Path, true_score: str) -> dict[str, Any]:
@@ -224,7 +275,7 @@ def measured(run_dir: Path, true_score: str) -> dict[str, Any]:
         "steps": len(steps),
         "samples": sum(row["rollout/samples"] for row in steps),
         "seconds_in_steps": round(sum(row["time/step"] for row in steps)),
-        "score": [round(row["objective/score"], 4) for row in steps],
+        "score": [round(row["objective/score"], 4) for row in steps if "objective/score" in row],
         "kl": [round(row["objective/kl"], 4) for row in steps if "objective/kl" in row],
     }
 
@@ -309,6 +360,21 @@ wrong key and often answer wrongly. The true score, which is also the reward in 
 tasks with a right answer. Seconds are of the whole command with its evaluations, on two CPU cores with other work.
 
 """
+PREFERENCE_ROWS: Final = """
+## On preferences
+
+[Direct preference optimization](stages.md#direct-preference-optimization-dpo) of the same fine-tuned model, on the
+20,000 pairs from which its reward model was trained: each a right answer, and one with a mistake. Samples are
+responses, and there is no reward model. True scores are those of stage `eval` on the same prompts.
+
+"""
+DISTILLED_ROWS: Final = """
+## From a teacher
+
+[On-policy distillation](stages.md#on-policy-distillation) of the same fine-tuned model, whose teacher is the model that
+GRPO made of it with seed 0. Nothing scores the samples. KL is the divergence from the teacher.
+
+"""
 
 
 def seeds_table(results: Results) -> str:
@@ -319,6 +385,23 @@ def seeds_table(results: Results) -> str:
         title, seconds = CONVERSATIONS[result["algorithm"]], result["last_invocation_seconds"]
         lines.append(f"| {title} | {result['seed']} | {first} | {last} | {seconds} |\n")
     return "".join(lines)
+
+
+def _teachers_share(rows: Mapping[Row, Results]) -> str:
+    """Says after how many samples a row has 0.9 of the teacher's true score, in the mean of its seeds."""
+    if not rows.get(("grpo", None)):
+        return ""
+    teacher = rows["grpo", None][SHARED_SEED]
+    score = teacher["evaluations"][-1]["true_score"]
+    texts = [f"The teacher has {score:.3f}, after {teacher['samples']:,} samples."]
+    for name, title in DISTILLED.items():
+        results = rows.get((name, None), ())
+        for runs in zip(*(result["evaluations"] for result in results), strict=True):
+            if statistics.fmean(run["true_score"] for run in runs) >= 0.9 * score:
+                samples = runs[0]["step"] * results[0]["samples"] // results[0]["steps"]
+                texts.append(f"With {title} 0.9 of that is reached after {samples:,}.")
+                break
+    return f"\n{' '.join(texts)}\n"
 
 
 def findings(results: Mapping[Cell, Mapping[str, Any]]) -> str:
@@ -343,6 +426,11 @@ def report() -> None:
         table(done, ALGORITHMS),
         STALE_SAMPLES,
         table(done, STALE),
+        DISTILLED_ROWS,
+        table(done, DISTILLED),
+        _teachers_share(done),
+        PREFERENCE_ROWS,
+        table(done, PREFERENCES),
         CONVERSATION_ROWS,
         table(done, CONVERSATIONS),
         seeds_table([result for (name, _), seeds in done.items() if name in CONVERSATIONS for result in seeds]),

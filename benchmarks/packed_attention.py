@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.data.packing import PackShape
-from megarl.megatron.attention import PackedAttention, PackParams
+from megarl.megatron.attention import PackedAttention, PackParams, pack_arrays
+from megarl.megatron.staging import to_device
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 PACKS = {
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str]) -> None:
         q, k, v = (torch.randn(sum(lengths), n, DIM, requires_grad=True) for n in (HEADS, KV_HEADS, KV_HEADS))
 
         def by_rectangle(shape: PackShape = shape, qkv: tuple[torch.Tensor, ...] = (q, k, v)) -> torch.Tensor:
-            return attention(*qkv, None, packed_seq_params=PackParams.of(shape, torch.device("cpu")))
+            return attention(
+                *qkv, None, packed_seq_params=PackParams.of(shape, to_device(pack_arrays(shape), torch.device("cpu")))
+            )
 
         def one_by_one(lengths: list[int] = lengths, qkv: tuple[torch.Tensor, ...] = (q, k, v)) -> torch.Tensor:
             return torch.cat([_alone(*parts) for parts in zip(*(x.split(lengths) for x in qkv), strict=True)])

@@ -10,6 +10,7 @@ Temperature = Annotated[float, Field(ge=0.01, le=2)]  # vLLM (0.32) raises lower
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowHalf = Annotated[float, Field(ge=0, lt=0.5)]
 BelowOne = Annotated[float, Field(gt=0, lt=1)]
 AboveOne = Annotated[float, Field(gt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -18,6 +19,7 @@ Natural = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 RatioBounds = Annotated[tuple[NotNegative, Positive], Field(strict=False)]  # YAML has lists, and no tuples
 
+DivergenceForm = Literal["reverse", "forward", "jsd"]
 RejectionStatistic = Literal[
     "token_k1",
     "token_k2",

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +31,9 @@ Status = Literal["ok", "missing", "broken"]
 DISTRIBUTION = "megarl-trainer"
 """The package's name in pip; it is on no index."""
 _IMPORT_SECONDS = 300
-_ENGINE = "pip install --no-build-isolation -e '.[te]'"
+_DRIVER = Path("/proc/driver/nvidia/version")
+_MIN_DRIVER = 580
+"""NVIDIA's oldest driver for CUDA 13, for which torch is built."""
 
 _KERNEL_PROBE = """
 import json, torch
@@ -40,6 +44,8 @@ print(json.dumps(report("cuda" if torch.cuda.is_available() else "cpu")))
 _TORCH_PROBE = """
 import json, torch
 devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+if devices:
+    torch.zeros(1, device="cuda")
 print(json.dumps({"cuda": torch.version.cuda, "devices": devices}))
 """
 
@@ -88,8 +94,9 @@ def examine() -> list[Finding]:
         *imports,
         *companions,
         _optional("nemo-run", "not installed", "make nemo-run, to launch with NeMo-Run"),
-        _optional("transformer-engine", "not installed", f"on CUDA, with nvcc: {_ENGINE}"),
-        *_devices(),
+        _optional("transformer-engine", "not installed", "on CUDA: make setup-gpu"),
+        *_processors(),
+        *cuda_devices(torch_works=imports[0].status == "ok"),
         *kernels(),
     ]
 
@@ -140,21 +147,61 @@ def _import_failure(module: str, version: str, fix: str) -> Finding | None:
     return None
 
 
-def _devices() -> Iterator[Finding]:
+def _processors() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield Finding("cpu", "ok", f"{os.cpu_count()} cores, {memory:.0f} GiB")
     if Path("/dev/shm").is_dir():
         yield Finding("shared memory", "ok", f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB")
+
+
+def cuda_devices(torch_works: bool) -> Iterator[Finding]:
+    """Yields the devices, after an allocation on the first one, and what a run compiles with there.
+
+    Args:
+        torch_works: torch can be imported; else its failure is reported already.
+    """
+    if not torch_works:
+        return
+    driver = driver_version()
+    update = f"install NVIDIA's driver {_MIN_DRIVER} or newer; cluster.device=cpu runs without"
     try:
         torch = json.loads(_probe(_TORCH_PROBE))
-    except ProbeError:  # that of importing torch, which is reported
-        return
-    if torch["devices"]:
-        yield Finding("cuda", "ok", f"{torch['cuda']}: {', '.join(torch['devices'])}")
+    except ProbeError as error:
+        fix = update
+        if driver and int(driver.partition(".")[0]) >= _MIN_DRIVER:
+            fix = "see nvidia-smi: is the GPU full or reserved? Error 802 wants nvidia-fabricmanager started"
+        yield Finding("cuda", "broken", f"driver {driver or 'unknown'}: {error}", fix)
         return
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "the CPU"
-    fix = "cluster.device=cpu runs on virtual devices"
-    yield Finding("cuda", "missing", f"no device; torch is built for {build}", fix)
+    if torch["devices"]:
+        yield Finding("cuda", "ok", f"{torch['cuda']}: {', '.join(torch['devices'])}")
+        yield compiler()
+    elif driver and torch["cuda"] and int(driver.partition(".")[0]) < _MIN_DRIVER:
+        yield Finding("cuda", "broken", f"driver {driver}; torch is built for {build}", update)
+    else:
+        fix = "cluster.device=cpu runs on virtual devices"
+        yield Finding("cuda", "missing", f"no device; torch is built for {build}", fix)
+
+
+def driver_version() -> str | None:
+    """Returns the version of NVIDIA's kernel driver, such as 580.159.04; None without one."""
+    if not _DRIVER.exists():
+        return None
+    found = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER.read_text(encoding="utf-8"))
+    return found and found[0]
+
+
+def compiler() -> Finding:
+    """Returns the C compiler with which Triton compiles its launchers in every run, and Python's headers."""
+    names = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")  # as Triton 3.7 looks for it
+    found = next(filter(None, map(shutil.which, names)), None)
+    fix = f"Debian: apt install gcc python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+    if found is None:
+        return Finding("C compiler", "broken", f"no {' or '.join(names)}; Triton needs one at run time", fix)
+    header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
+    if not header.is_file():
+        return Finding("C compiler", "broken", f"{found}, but no {header}; Triton needs it at run time", fix)
+    return Finding("C compiler", "ok", found)
 
 
 def kernels() -> Iterator[Finding]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config import RunConfig, TrainingConfig
+from megarl.config.rules.model_rules import ids_in_use
 from megarl.config.schema import LayerChoice, Optimizer
 from megarl.config.schema.cluster_sections import Recompute
-from megarl.config.schema.loss_specs import LossSpec, NewHead
+from megarl.config.schema.loss_specs import LossSpec, NewHead, PolicySpec
 from megarl.types import Layout, RoleName
 
 
@@ -35,6 +36,7 @@ class RoleSpec:
     Args:
         checkpoint: Hugging Face directory; None: that of the run's model.
         new_head: head in place of the checkpoint's.
+        fused: whether its passes use fused kernels, those of ``megatron.platform.kernels``.
         vocab_size: number of token ids in use; None: all of the model's.
         training: settings of the training; None for inference only.
         reference_weight: weight of the actor in a soft update of this role; None
@@ -45,12 +47,41 @@ class RoleSpec:
     layout: Layout
     recompute: Recompute
     layers: LayerChoice
+    fused: bool
     offload: bool
     checkpoint: str | None
     new_head: NewHead | None
     vocab_size: int | None
     training: TrainingSpec | None
     reference_weight: float | None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the role's weights never change."""
+        return self.training is None and self.reference_weight is None
+
+    @property
+    def reads_distributions(self) -> bool:
+        """Whether the reference computes distributions during the role's updates."""
+        if self.training is None or not isinstance(self.training.loss, PolicySpec):
+            return False
+        return self.training.loss.algo.kl.reads_distributions
+
+
+def logit_chunk(fused: bool) -> int:
+    """Returns the tokens whose logits a head computes at a time.
+
+    Their products fill a GPU's multiprocessors in whole waves, where they are all that is kept; op
+    by op, several copies in float32 are kept.
+    """
+    if fused:
+        return 4096
+    return 1024
+
+
+def uses_fused_kernels(config: RunConfig) -> bool:
+    """Returns whether the passes of trainers use fused kernels."""
+    return config.cluster.device == "cuda" and config.model.kernels == "auto"
 
 
 def role_specs(config: RunConfig, group: str) -> dict[RoleName, RoleSpec]:
@@ -59,6 +90,9 @@ def role_specs(config: RunConfig, group: str) -> dict[RoleName, RoleSpec]:
 
 def _role_spec(config: RunConfig, name: RoleName) -> RoleSpec:
     placed = config.role(name)
+    vocab_size = config.model.vocab_size
+    if name == "reference" and config.role_checkpoint(name) is not None:
+        vocab_size = ids_in_use(config.model)  # its distribution is over the actor's ids
     training: TrainingSpec | None = None
     if isinstance(config, TrainingConfig) and name in config.trained:
         training = TrainingSpec(
@@ -73,10 +107,11 @@ def _role_spec(config: RunConfig, name: RoleName) -> RoleSpec:
         layout=config.layout(name),
         recompute=placed.recompute,
         layers=config.model.layers,
+        fused=uses_fused_kernels(config),
         offload=placed.offload,
         checkpoint=config.role_checkpoint(name),
         new_head=config.new_head(name),
-        vocab_size=config.model.vocab_size,
+        vocab_size=vocab_size,
         training=training,
         reference_weight=config.reference_weight if name == "reference" else None,
     )

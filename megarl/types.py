@@ -260,12 +260,20 @@ class TextChunk:
             neighbors, the best one first: of pairs, row 2i is the chosen response and row 2i + 1
                 the rejected one.
         margins: [N] float32, margin of the best response in a row's preference; None where unknown.
+        desirable: [N] float32, 1 for a response that is desirable, else 0; None where unknown.
+        ref_logprobs: [N] float32, log-probability of each whole response under the reference, nats;
+            None without a reference.
+        kl: divergence of the policy from the reference, see ``algos.direct_preference``; None where
+            no loss reads it.
     """
 
     sample_ids: tuple[str, ...]
     prompt_ids: Ragged
     response_ids: Ragged
     margins: npt.NDArray[np.float32] | None = None
+    desirable: npt.NDArray[np.float32] | None = None
+    ref_logprobs: npt.NDArray[np.float32] | None = None
+    kl: float | None = None
 
     @property
     def loss_mask(self) -> None:

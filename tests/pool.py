@@ -34,11 +34,14 @@ class RankPool:
 
     Args:
         size: of the largest world.
-        device: "cpu", or "cuda" for a pool of one.
+        device: "cpu", or "cuda".
+        gpus: number of GPUs, of which each process sees one, in turn.
     """
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
+    def __init__(self, size: int, device: str = "cpu", gpus: int = 1) -> None:
         self._size, self._device = size, device
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._gpus = visible.split(",")[:gpus] if visible else [str(gpu) for gpu in range(gpus)]
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -108,7 +111,8 @@ class RankPool:
     def _start(self) -> None:
         for rank in range(self._size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, self._device, theirs), daemon=True)
+            gpu = self._gpus[rank % len(self._gpus)]
+            process = self._context.Process(target=_serve, args=(rank, self._device, gpu, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -138,8 +142,12 @@ def free_port() -> int:
     return holder.getsockname()[1]
 
 
-def _serve(rank: int, device: str, pipe: Connection) -> None:
+def _serve(rank: int, device: str, gpu: str, pipe: Connection) -> None:
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_COMPILE_DISABLE="1")
+    if device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
     track_own_resources()
     with importing():
         import torch

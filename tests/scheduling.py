@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 _RANKS = "who uses the warm processes of tests/pool.py"
 _DEBUG_RUN = "who looks at the debug run"
 _FOLDERS = {
-    **dict.fromkeys(("convert", "megatron", "resharding"), _RANKS),
+    **dict.fromkeys(("convert", "gpu", "megatron", "resharding"), _RANKS),
     **dict.fromkeys(("cluster", "groups"), "cluster"),
     "rollout": "rollout",
     "slurm": "slurm",

@@ -248,6 +248,56 @@ def test_doctor_does_not_wait_for_ever(site: Path, monkeypatch: pytest.MonkeyPat
     assert "no answer in 0.5 s" in doctor.examine_package(package("slowpkg")).found
 
 
+FAKE_TORCH = """
+class version: cuda = "13.0"
+class cuda:
+    device_count = staticmethod(lambda: {count})
+    get_device_name = staticmethod(lambda index: {name})
+def zeros(*shape, device): {allocate}
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("changes", "driver", "status", "found"),
+    [
+        ({}, "580.159.04", "ok", "13.0: H200"),
+        ({"name": "1 // 0"}, "535.1", "broken", "driver 535.1: ZeroDivisionError"),
+        ({"allocate": "1 // 0"}, "580.65", "broken", "driver 580.65: ZeroDivisionError"),
+        ({"count": 0}, "535.1", "broken", "driver 535.1; torch is built for CUDA 13.0"),
+        ({"count": 0}, "580.65", "missing", "no device; torch is built for CUDA 13.0"),
+        ({"count": 0}, None, "missing", "no device; torch is built for CUDA 13.0"),
+    ],
+)
+def test_doctor_says_why_cuda_fails(
+    changes: dict[str, Any], driver: str | None, status: str, found: str, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML counts devices that CUDA cannot use: only a name or an allocation shows it."""
+    parts = {"count": 1, "name": "'H200'", "allocate": "pass", **changes}
+    put(site, "torch", FAKE_TORCH.format(**parts), "2.13")
+    monkeypatch.setattr(doctor, "_DRIVER", site / "version")
+    if driver is not None:
+        line = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Thu Nov 26 12:00:00 UTC 2026"
+        (site / "version").write_text(f"{line}\nGCC version:  gcc version 13.3.0\n")
+    cuda, *others = doctor.cuda_devices(torch_works=True)
+    assert cuda.status == status
+    assert cuda.found.startswith(found)
+    assert [one.name for one in others] == (["C compiler"] if status == "ok" else [])
+    assert list(doctor.cuda_devices(torch_works=False)) == []
+
+
+def test_doctor_names_a_missing_compiler_and_missing_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, header = tmp_path / "gcc", tmp_path / "Python.h"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert doctor.compiler().found == "no gcc or clang; Triton needs one at run time"
+    compiler.touch(mode=0o755)
+    assert doctor.compiler().found == f"{compiler}, but no {header}; Triton needs it at run time"
+    header.touch()
+    assert doctor.compiler() == doctor.Finding("C compiler", "ok", str(compiler))
+
+
 def test_doctor_names_what_computes_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(
         [

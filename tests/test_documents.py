@@ -95,7 +95,7 @@ def test_the_example_of_the_recipes_can_be_run(tmp_path: Path) -> None:
     assert not check_functions(config.reward.functions)
 
 
-@pytest.mark.parametrize(("stage", "section"), [("reward_model", "reward"), ("raft", "algo")])
+@pytest.mark.parametrize(("stage", "section"), [("reward_model", "reward"), ("dpo", "preference"), ("raft", "algo")])
 def test_the_settings_of_the_stages_load(tmp_path: Path, stage: str, section: str) -> None:
     text = (REPOSITORY / "docs" / "stages.md").read_text(encoding="utf-8")
     (block,) = re.findall(rf"^    {section}:\n(?:    .*\n)+", text, flags=re.MULTILINE)

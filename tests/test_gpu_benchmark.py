@@ -12,12 +12,15 @@ import pytest
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import trl_grpo
-from benchmarks.gpu.__main__ import Part, longest_kernels, parts, work_off
+from benchmarks.gpu.__main__ import Part, longest_kernels, parts, summary, work_off
+from benchmarks.gpu.roofline import Speeds, compare, least_seconds
 from benchmarks.gpu.work import SIZES, figures
 from megarl.config import load
 from megarl.models import model_spec
+from megarl.models.flops import TokenCounts, forward_flops
 from megarl.preflight.memory_plan import plan_memory
 from megarl.rewards.functions import Completion, soft_overlong
+from megarl.types import PackRow
 from tests.leftovers import Trace, comes_true
 
 _FAILS = "import sys; print('why'); sys.exit(3)"
@@ -44,10 +47,24 @@ def test_every_run_is_planned_to_fit_into_80_gb(tmp_path: Path) -> None:
         assert max(peaks.values()) < 79, (file.stem, peaks)
 
 
-@pytest.mark.parametrize(("name", "published"), [("0.5b", 0.494e9), ("1.5b", 1.544e9), ("3b", 3.086e9)])
+@pytest.mark.parametrize(
+    ("name", "published"), [("0.5b", 0.494e9), ("1.5b", 1.544e9), ("3b", 3.086e9), ("8b-8gpu", 8.191e9)]
+)
 def test_the_sizes_equal_qwens(name: str, published: float) -> None:
     tensors = model_spec(SIZES[name].hf_config).canonical().values()
     assert sum(math.prod(info.shape) for info in tensors) == pytest.approx(published, rel=1e-3)
+
+
+def test_a_run_of_eight_gpus_is_left_out_where_there_are_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "machine", lambda: {"device": "cuda", "name": "GPU", "gpus": 4, "versions": {}})
+    assert command.main([str(tmp_path), "--parts", "grpo-8b-8gpu"]) == 0
+    assert "grpo-8b-8gpu is left out: it needs 8 GPUs, and torch sees 4\n" in capsys.readouterr().out
+    config = load(tmp_path / "grpo-8b-8gpu.yaml")
+    assert (config.layout("actor").tp, config.layout("actor").dp) == (4, 2)
+    assert config.model_dump()["rollout"]["tp"] == 1
+    assert len(plan_memory(config)) == 8
 
 
 def test_figures_by_hand(tmp_path: Path) -> None:
@@ -66,11 +83,76 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     }
 
 
+def test_the_kernels_are_measured_before_the_runs_that_are_compared_with_them(tmp_path: Path) -> None:
+    first, second, *others = parts(tmp_path, "cuda")
+    assert (first, second) == ("doctor", "kernels")
+    kinds = [name.partition("-")[0] for name in others]
+    assert kinds[:8] == [*["tests"] * 6, "grpo", "vllm"]
+
+
+def test_the_least_time_of_an_update_by_hand() -> None:
+    """Every product and every kernel of a layer once: forward, backward, and what attention computes again."""
+    size = SIZES["1.5b"]
+    hidden, ffn, vocab, layers, heads = 1536, 8960, 151936, 28, 1536 + 256
+    lengths, responses = [700, 300], [500, 280]
+    rows: list[TokenCounts] = []
+    for length, response in zip(lengths, responses, strict=True):
+        rows.append(PackRow(chunk=0, row=0, prompt_tokens=length - response, response_tokens=response))
+    flops = 3 * forward_flops(model_spec(size.hf_config), "lm", rows)
+    speeds = Speeds(tflops=1e-12, gb_per_second=1e-9)  # seconds are operations and bytes
+    least = least_seconds(size, speeds, tokens=1000, read=780, flops=flops)
+    weights = hidden * (1536 + 2 * 256) + hidden * hidden + 3 * hidden * ffn
+    products = 3 * 2 * (layers * weights * 1000 + hidden * vocab * 780)
+    pairs = sum(i + 1 for n in lengths for i in range(n))
+    norm, add, rope = 2 * hidden, 3 * hidden, 2 * heads
+    forward = 2 * norm + 2 * add + rope + (2 * ffn + ffn)
+    backward = 2 * (norm + hidden) + 2 * add + rope + (2 * ffn + ffn + 2 * ffn)
+    logits = vocab * 780 * 3
+    parameters = layers * weights + vocab * hidden
+    assert least == {
+        "products": products,
+        "attention": pytest.approx((2 + 5) * 2 * layers * hidden * pairs),
+        "element by element": pytest.approx(2 * (layers * 1000 * (forward + backward) + logits) + 8 * parameters),
+        "optimizer": pytest.approx(38 * parameters),
+    }
+
+
+def test_what_an_update_loses_is_said_beside_its_mfu() -> None:
+    names = {"nvjet_hsh_64x8": 0.5, "flash_fwd_kernel": 0.25, "triton_poi_fused_add": 1.0, "FusedAdam_kernel": 0.125}
+    kernels = [{"name": name, "seconds": seconds} for name, seconds in names.items()]
+    run = {
+        "perf/tflop/actor_update": 400.0,
+        "perf/tokens/actor_update": 140e3,
+        "perf/tflops_per_device/actor_update": 200.0,
+        "perf/mfu/actor_update": 0.2,
+        "response_length/mean": 400.0,
+    }
+    speeds = Speeds.read("0.5b", {"products/0.5b/tflops": 600.0, "copy/gb_per_second": 2000.0})
+    assert speeds.gb_per_second == 4000.0
+    call = {"name": "update.update", "seconds": 2.0, "kernels": kernels}
+    found = compare(SIZES["0.5b"], speeds, run, [{"name": "sync.send", "seconds": 1.0, "kernels": []}, call])
+    taken = {key: value for key, value in found.items() if key.startswith("taken/")}
+    assert [*taken.values()] == [0.5, 0.25, 1.0, 0.125, 0.125]
+    least = sum(value for key, value in found.items() if key.startswith("least/") and key != "least/mfu")
+    assert found["least/mfu"] == pytest.approx(400.0 / 1000.0 / least)
+    rollouts = {"perf/rollout_tokens_per_second": 900.0}
+    alone = {"vllm-0.5b": 1000.0, "vllm-ours-0.5b": 900.0}
+    results = {name: {"figures": {"perf/rollout_tokens_per_second": speed}} for name, speed in alone.items()}
+    lines = summary({"grpo-0.5b": {"figures": {**run, **found, **rollouts}}, "doctor": {}, **results})
+    assert lines[1].split()[:1] + lines[1].split()[-1:] == ["products", "0.500"]
+    assert lines[-3:] == [
+        f"  MFU 0.200; {found['least/mfu']:.3f} if nothing were lost",
+        "grpo-0.5b: rollouts at 90 % of vllm-0.5b",
+        "grpo-0.5b: rollouts at 100 % of vllm-ours-0.5b",
+    ]
+
+
 def test_trl_gets_the_same_work_as_the_runs(tmp_path: Path) -> None:
     assert {name: trl_grpo.micro_batch(size) for name, size in SIZES.items()} == {
         "0.5b": 8,
         "1.5b": 4,
         "3b": 2,
+        "8b-8gpu": 8,
         "tiny": 4,
     }
     size = SIZES["tiny"]
@@ -154,10 +236,13 @@ def test_a_failed_part_does_not_stop_the_others_and_is_repeated(
 @pytest.mark.e2e
 def test_runs_and_raw_vllm_are_measured(tmp_path: Path) -> None:
     found = parts(tmp_path, "cpu")
-    results = work_off(tmp_path, {name: found[name] for name in ("grpo-tiny", "vllm-tiny")}, {}, minutes=10)
-    assert [result["status"] for result in results.values()] == [0, 0], results
+    chosen = {name: found[name] for name in ("kernels", "grpo-tiny", "vllm-ours-tiny")}
+    results = work_off(tmp_path, chosen, {}, minutes=10)
+    assert [result["status"] for result in results.values()] == [0, 0, 0], results
     run = results["grpo-tiny"]["figures"]
     assert {"time/step", "sync/gb_per_second", "rollout/logprob_gap", "planned/update"} <= run.keys()
     assert run["profile/train rank 0/update.update"]["aten::mm"] > 0
-    assert all(result["figures"]["perf/rollout_tokens_per_second"] > 0 for result in results.values())
+    assert run["taken/products"] > 0 < run["least/products"]
+    assert len(summary(results)) == 7
+    assert results["vllm-ours-tiny"]["figures"]["perf/rollout_tokens_per_second"] > 0
     assert not list(tmp_path.rglob("*.safetensors"))

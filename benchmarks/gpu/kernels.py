@@ -1,12 +1,15 @@
-"""Times each kernel of a pass op by op and compiled, forward and backward, and names the faster one; and a copy.
+"""Times each part of a pass op by op and fused, forward and backward.
 
-``megarl/megatron/platform/kernels.py`` has what was found.
+Also products and a copy, whose speeds bound what an update can reach (`roofline`).
+``megarl/megatron/platform/kernels.py`` has what was found. Without a GPU, Triton's interpreter runs
+its kernels, whose times then say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +26,16 @@ from torch import Tensor
 from benchmarks.gpu.work import SIZES, Size
 
 _ROPE_BASE = 1e6
+_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A kernel's two implementations, functions of the inputs that return a tensor or a tuple of them."""
+    """A part's two implementations, functions of the inputs that return a tensor or a tuple of them."""
 
     kernel: str
-    eager: Callable[..., Any]
-    compiled: Callable[..., Any]
+    reference: Callable[..., Any]
+    fused: Callable[..., Any]
     inputs: tuple[Tensor, ...]
 
     def run(self, function: Callable[..., Any], gradients: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -77,49 +81,52 @@ def cases(size: Size, dtype: torch.dtype, device: str, tokens: int) -> Iterator[
     from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
     from megarl.megatron.model import rms_norm
     from megarl.megatron.platform.kernels import compiled
+    from megarl.role_specs import logit_chunk
 
     torch.manual_seed(0)
 
     def random(*shape: int, std: float = 1.0) -> Tensor:
         return (std * torch.randn(*shape, device=device)).to(dtype).requires_grad_()
 
-    def swiglu_compiled(x: Tensor) -> Any:
+    def swiglu_fused(x: Tensor) -> Any:
         return bias_swiglu_impl(x, None)
 
-    norm = partial(_with, 1e-6)
+    def norm_by_op(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, _EPS)
+
+    def norm_fused(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, _EPS)
+
     yield Case(
         kernel="norms",
-        eager=norm(rms_norm),
-        compiled=norm(compiled(rms_norm)),
+        reference=norm_by_op,
+        fused=norm_fused,
         inputs=(random(tokens, 1, size.hidden), random(size.hidden)),
     )
-    yield Case(kernel="activation", eager=swiglu, compiled=swiglu_compiled, inputs=(random(tokens, 1, 2 * size.ffn),))
+    yield Case(kernel="activation", reference=swiglu, fused=swiglu_fused, inputs=(random(tokens, 1, 2 * size.ffn),))
     width = size.hidden // size.heads
     rates = _ROPE_BASE ** (-torch.arange(0, width, 2, device=device) / width)
     angles = torch.arange(tokens, device=device)[:, None] * rates
     rope = rope_utils._apply_rotary_pos_emb_bshd
     yield Case(
         kernel="rope",
-        eager=rope,
-        compiled=compiled(rope),
+        reference=rope,
+        fused=compiled(rope),
         inputs=(random(tokens, 1, size.heads, width), torch.cat([angles, angles], -1)[:, None, None]),
     )
     shard: Any = vocab_shard(_OneRank(), size.vocab, size.vocab)  # pyright: ignore[reportArgumentType]
     labels = torch.randint(size.vocab, (tokens,), device=device)
 
     def logprobs(hidden: Tensor, weight: Tensor, *, fused: bool) -> Any:
-        return logprobs_and_entropy(hidden, weight, labels, shard, temperature=0.9, fused=fused)
+        options = {"temperature": 0.9, "chunk_tokens": logit_chunk(fused), "fused": fused}
+        return logprobs_and_entropy(hidden, weight, labels, shard, **options)
 
     yield Case(
         kernel="logprobs",
-        eager=partial(logprobs, fused=False),
-        compiled=partial(logprobs, fused=True),
+        reference=partial(logprobs, fused=False),
+        fused=partial(logprobs, fused=True),
         inputs=(random(tokens, size.hidden), random(size.vocab, size.hidden, std=size.hidden**-0.5)),
     )
-
-
-def _with(last: float, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *inputs: function(*inputs, last)
 
 
 def milliseconds(case: Case, function: Callable[..., Any], repeats: int) -> float:
@@ -138,28 +145,50 @@ def milliseconds(case: Case, function: Callable[..., Any], repeats: int) -> floa
 
 
 def measure(size: Size, device: str, *, tokens: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Returns by kernel the milliseconds of both implementations and the faster one."""
+    """Returns by part the milliseconds of both implementations and the faster one."""
     found: dict[str, dict[str, Any]] = {}
     for case in cases(size, getattr(torch, size.dtype), device, tokens):
-        eager, fused = (milliseconds(case, function, repeats) for function in (case.eager, case.compiled))
-        better = "compiled" if fused < eager else "eager"
-        found[case.kernel] = {"eager_ms": eager, "compiled_ms": fused, "better": better}
-        print(f"{case.kernel:12} eager {eager:9.3f} ms   compiled {fused:9.3f} ms   {better}", flush=True)
+        reference = milliseconds(case, case.reference, repeats)
+        fused = milliseconds(case, case.fused, repeats)
+        better = "fused" if fused < reference else "reference"
+        found[case.kernel] = {"reference_ms": reference, "fused_ms": fused, "better": better}
+        print(f"{case.kernel:12} reference {reference:9.3f} ms   fused {fused:9.3f} ms   {better}", flush=True)
     return found
 
 
 def copy_speed(device: str, nbytes: int, repeats: int) -> float:
     """The bytes that a copy on the device writes, GB per second; what a sync can be compared with."""
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    target, wait = torch.empty_like(source), torch.cuda.synchronize if source.is_cuda else (lambda: None)
+    target = torch.empty_like(source)
+    return nbytes / _seconds(partial(target.copy_, source), device, repeats) / 1e9
+
+
+def product_speed(size: Size, device: str, *, tokens: int, repeats: int) -> float:
+    """The TFLOP/s of the products of a layer and of the output layer, forward."""
+    dtype = getattr(torch, size.dtype)
+    width = size.hidden + 2 * size.kv_heads * size.hidden // size.heads
+    shapes = [(size.hidden, width), (size.hidden, size.hidden), (size.hidden, 2 * size.ffn), (size.ffn, size.hidden)]
+    counts = [*(size.layers for _ in shapes), 1]
+    operations = seconds = 0.0
+    for count, (inner, outer) in zip(counts, [*shapes, (size.hidden, size.vocab)], strict=True):
+        values = torch.randn(tokens, inner, device=device, dtype=dtype)
+        weight = torch.randn(outer, inner, device=device, dtype=dtype)
+        operations += count * 2.0 * tokens * inner * outer
+        seconds += count * _seconds(partial(F.linear, values, weight), device, repeats)
+    return operations / seconds / 1e12
+
+
+def _seconds(function: Callable[[], Any], device: str, repeats: int) -> float:
+    """The median time of a call, after a first one."""
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times: list[float] = []
     for _ in range(1 + repeats):
         wait()
         start = time.perf_counter()
-        target.copy_(source)
+        function()
         wait()
         times.append(time.perf_counter() - start)
-    return nbytes / median(times[1:]) / 1e9
+    return median(times[1:])
 
 
 def main(arguments: list[str]) -> None:
@@ -168,8 +197,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("out", type=Path)
     given = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokens = 8192 if device == "cuda" else 64
+    tokens = 8192
+    if device == "cpu":
+        tokens = 64
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     found: dict[str, Any] = {"copy/gb_per_second": copy_speed(device, 1 << 30 if device == "cuda" else 1 << 20, 20)}
+    for name in [name for name in SIZES if (name == "tiny") is (device == "cpu")]:
+        speed = product_speed(SIZES[name], device, tokens=tokens, repeats=20)
+        found[f"products/{name}/tflops"] = speed
+        print(f"products of {name}: {speed:.1f} TFLOP/s", flush=True)
     found |= measure(SIZES[given.size], device, tokens=tokens, repeats=20)
     given.out.write_text(json.dumps(found, indent=1))
 

@@ -8,12 +8,18 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-_KINDS = ("time/", "sync/", "rollout/", "perf/", "memory/")
+_KINDS = ("time/", "sync/", "rollout/", "perf/", "memory/", "response_length/mean")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A Qwen2 shape and the requests to it."""
+    """A shape of a model, the requests to it, and its GPUs.
+
+    Args:
+        family: Qwen2 with shared embeddings, or Qwen3 with heads of 128 elements and without.
+        gpus: trainers and engines are on all of them, engines one to each.
+        tp: of the trainers.
+    """
 
     layers: int
     hidden: int
@@ -28,6 +34,9 @@ class Size:
     prompt_tokens: int = 256
     micro_batch: int = 16384
     cache_mib: int = 20000
+    family: str = "qwen2"
+    gpus: int = 1
+    tp: int = 1
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -36,9 +45,10 @@ class Size:
 
     @property
     def hf_config(self) -> dict[str, Any]:
+        qwen3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "tie_word_embeddings": False}
         return {
             "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
+            "model_type": self.family,
             "dtype": self.dtype,
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,
@@ -55,6 +65,7 @@ class Size:
             "bos_token_id": None,
             "eos_token_id": 0,
             "pad_token_id": None,
+            **(qwen3 if self.family == "qwen3" else {}),
         }
 
 
@@ -62,6 +73,18 @@ SIZES = {
     "0.5b": Size(layers=24, hidden=896, ffn=4864, heads=14, kv_heads=2),
     "1.5b": Size(layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2, micro_batch=8192, cache_mib=12000),
     "3b": Size(layers=36, hidden=2048, ffn=11008, heads=16, kv_heads=2, micro_batch=3072),
+    "8b-8gpu": Size(
+        layers=36,
+        hidden=4096,
+        ffn=12288,
+        heads=32,
+        kv_heads=8,
+        prompts=128,
+        cache_mib=26000,
+        family="qwen3",
+        gpus=8,
+        tp=4,
+    ),
     "tiny": Size(
         layers=2,
         hidden=128,
@@ -97,7 +120,13 @@ def config(
         verify: the sync has checksums.
         rollout: settings of the engine.
     """
-    role = {"tokens_per_micro_batch": size.micro_batch, "offload": rollout.get("sleep", False)}
+    role = {
+        "tokens_per_micro_batch": size.micro_batch,
+        "offload": rollout.get("sleep", False),
+        "tp": size.tp,
+        "sequence_parallel": size.tp > 1,
+    }
+    devices = "0" if size.gpus == 1 else f"0-{size.gpus - 1}"
     roles = ["actor", "reference", *(["critic"] if critic else [])]
     length = size.prompt_tokens + size.new_tokens
     penalty = {"max_tokens": size.new_tokens, "buffer_tokens": size.new_tokens // 2}
@@ -106,10 +135,14 @@ def config(
         "stage": "ppo",
         "run": {"dir": str(directory), "steps": steps, "seed": 1},
         "model": {"random": {"seed": 0, "config": size.hf_config}, "layers": layers},
-        "cluster": {"device": device, "devices_per_node": 1, "object_store_mib": 4096 if device == "cuda" else 128},
-        "groups": {"train": {"devices": "0", "roles": dict.fromkeys(roles, role)}},
+        "cluster": {
+            "device": device,
+            "devices_per_node": size.gpus,
+            "object_store_mib": 4096 if device == "cuda" else 128,
+        },
+        "groups": {"train": {"devices": devices, "roles": dict.fromkeys(roles, role)}},
         "rollout": {
-            "devices": "0",
+            "devices": devices,
             "max_new_tokens": size.new_tokens,
             "max_model_len": length,
             "kv_cache_mib": size.cache_mib,

@@ -197,8 +197,8 @@ def gdpo(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
 def none(samples: Samples) -> Tensor:
     """No advantages: 0 for every sample.
 
-    For a policy loss that reads none, such as sft. Source: reward-ranked fine-tuning
-    (RAFT, Dong et al., 2023).
+    For a policy loss that reads none, such as sft, or a penalty that is learned alone, as that of a
+    teacher. Source: reward-ranked fine-tuning (RAFT, Dong et al., 2023).
     """
     return torch.zeros_like(samples.scores)
 

@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from megarl.bounds import Positive
+from megarl.bounds import BelowOne, DivergenceForm, Positive
 
 
 def k1(
@@ -122,19 +122,41 @@ def k3_plus(
     return _straight_through(value, k2(logprobs, ref_logprobs, importance))
 
 
-def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """sum over the vocabulary of p * (log p - log q), [...] nats: the exact KL; in the loss alone.
+def full(logits: Tensor, ref_logits: Tensor, *, form: DivergenceForm = "reverse", mix: BelowOne = 0.5) -> Tensor:
+    """The exact divergence of whole distributions, [...] nats; in the loss alone.
+
+        reverse: KL(p || q) = sum over the vocabulary of p * (log p - log q)
+        forward: KL(q || p)
+        jsd: mix * KL(q || m) + (1 - mix) * KL(p || m), where m = mix * q + (1 - mix) * p
 
     The reference runs again before each optimizer step, in the actor's group and layout, and a
-    hidden state per token is kept. Source: TRL 0.10, "full".
+    hidden state per token is kept. Source: TRL 0.10, "full" (reverse); Agarwal et al., "On-policy
+    distillation of language models" (2024), the generalized Jensen-Shannon divergence.
 
     Args:
         logits: [..., V], of the policy, divided by the temperature; may carry a gradient.
         ref_logits: [..., V], of the reference, divided by the same temperature.
+        form: one of these.
+        mix: weight of the reference in the mixture.
     """
-    logprobs = logits.log_softmax(-1)
-    ref_logprobs = ref_logits.log_softmax(-1)
-    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+    return divergence_terms(logits.log_softmax(-1), ref_logits.log_softmax(-1), form, mix).sum(-1)
+
+
+def divergence_terms(logprobs: Tensor, ref_logprobs: Tensor, form: DivergenceForm, mix: float) -> Tensor:
+    """Returns the terms of a divergence by vocabulary entry, [..., V]; see ``full``."""
+    if form == "reverse":
+        return logprobs.exp() * (logprobs - ref_logprobs)
+    if form == "forward":
+        return ref_logprobs.exp() * (ref_logprobs - logprobs)
+    mixture = log_mixture(logprobs, ref_logprobs, mix)
+    of_reference = ref_logprobs.exp() * (ref_logprobs - mixture)
+    of_policy = logprobs.exp() * (logprobs - mixture)
+    return mix * of_reference + (1 - mix) * of_policy
+
+
+def log_mixture(logprobs: Tensor, ref_logprobs: Tensor, mix: float) -> Tensor:
+    """Returns log(mix * q + (1 - mix) * p)."""
+    return torch.logaddexp(ref_logprobs + math.log(mix), logprobs + math.log1p(-mix))
 
 
 def _log_ratio(logprobs: Tensor, ref_logprobs: Tensor, largest: float | None) -> Tensor:

@@ -55,7 +55,7 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tens
     means: dict[str, tuple[Tensor, Tensor]] = {}
     for values, mask in ((by_token, response_mask), (by_sequence, response_mask.any(-1, True))):
         for name, value in values.items():
-            means[name] = (value[mask].sum(), mask.sum())
+            means[name] = (on_mask(value, mask).sum(), mask.sum())
     return means
 
 

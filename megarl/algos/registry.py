@@ -221,6 +221,25 @@ PREFERENCE_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
     arguments=("chosen", "rejected"),
     returns="`LossTerms`, its values [P]",
 )
+INPUTS_OF_PAIRS: Final = (
+    "chosen",
+    "rejected",
+    "ref_chosen",
+    "ref_rejected",
+    "chosen_tokens",
+    "rejected_tokens",
+)
+INPUTS_OF_RESPONSES: Final = ("logprobs", "ref_logprobs", "tokens", "desirable", "kl")
+INPUTS_OF_REFERENCES: Final = ("ref_chosen", "ref_rejected", "ref_logprobs", "kl")
+DIRECT_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
+    title="Losses of preferences",
+    field="preference.loss",
+    module="direct_preference",
+    functions=_same("dpo", "hinge", "ipo", "simpo", "orpo", "cpo", "kto"),
+    arguments=(*INPUTS_OF_PAIRS, *INPUTS_OF_RESPONSES),
+    named=True,
+    returns="`LossTerms`, its values [P]",
+)
 
 KINDS: Final[tuple[Kind[Any], ...]] = (
     TOKEN_ADVANTAGES,
@@ -235,5 +254,6 @@ KINDS: Final[tuple[Kind[Any], ...]] = (
     FILTERS,
     SELECTIONS,
     PREFERENCE_LOSSES,
+    DIRECT_LOSSES,
 )
 """In the order of docs/algorithms.md."""

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megarl.algos.registry import DIRECT_LOSSES
 from megarl.config.default_devices import asleep_where_shared, on_one_device
 from megarl.config.inheritance import SHORT_STAGES, expanded, merged
 from megarl.config.problems import ConfigError, Problem, shown, without_pending, without_secrets
@@ -118,6 +119,8 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
         short = f"or {', '.join(SHORT_STAGES)}, short for ppo with their settings"
         rule = f"one of {', '.join(STAGES)}"
         fix = f"add the stage of the run, such as stage: ppo, {short}"
+        if raw.get("stage") in list(DIRECT_LOSSES.functions):
+            fix = f"write stage: dpo, with preference: {{loss: {raw['stage']}}}"
         value = shown(raw["stage"]) if "stage" in raw else "(missing)"
         return None, [Problem("stage", value, rule, fix)]
     found: list[Problem] = []

@@ -32,6 +32,7 @@ def text_batch(items: Sequence[TrainingText], chunks: int) -> tuple[tuple[Sample
         prompts: list[Ids] = []
         responses: list[Ids] = []
         margins: list[float | None] = []
+        desirable: list[bool | None] = []
         for item in part:
             name = f"{item.key}/{seen[item.key]}"
             seen[item.key] += 1
@@ -51,11 +52,13 @@ def text_batch(items: Sequence[TrainingText], chunks: int) -> tuple[tuple[Sample
                 prompts.append(item.prompt_ids)
                 responses.append(response)
                 margins.append(item.margin)
+                desirable.append(item.desirable)
         chunk = TextChunk(
             sample_ids=tuple(ids),
             prompt_ids=Ragged.from_rows(prompts, np.int32),
             response_ids=Ragged.from_rows(responses, np.int32),
             margins=None if None in margins else np.array(margins, dtype=np.float32),
+            desirable=None if None in desirable else np.array(desirable, dtype=np.float32),
         )
         made.append(chunk)
     return tuple(samples), tuple(made)

@@ -24,18 +24,22 @@ class TrainingText:
         key: key, unique in its data set and the same in every run.
         responses: token ids of the responses, end tokens included.
         margin: margin by which the first is better; None where the data has no margins.
+        desirable: whether the only response is desirable; None where the data does not say.
     """
 
     key: str
     prompt_ids: Ids
     responses: tuple[Ids, ...]
     margin: float | None = None
+    desirable: bool | None = None
 
     @property
     def content(self) -> bytes:
         parts = [self.prompt_ids.tobytes(), *(ids.tobytes() for ids in self.responses)]
         if len(self.responses) > 1:
             parts.insert(0, b"" if self.margin is None else np.float32(self.margin).tobytes())
+        if self.desirable is not None:
+            parts.insert(0, bytes([self.desirable]))
         return b"|".join(parts)
 
 
@@ -75,6 +79,25 @@ def load_pairs(
             chosen = encoder.response(columns, "chosen_ids", "chosen")
             rejected = encoder.response(columns, "rejected_ids", "rejected")
         return TrainingText(key=key, prompt_ids=prompt, responses=(chosen, rejected), margin=margin)
+
+    return _load(source, encoder, read, drop)
+
+
+def load_rated(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[TrainingText]:
+    """Reads single responses (columns: docs/data.md), keyed by row number; see `parse_rows`.
+
+    The column `label` is true, or 1, for a desirable response.
+    """
+
+    def read(key: str, columns: dict[str, Any]) -> TrainingText:
+        label = columns.get("label")
+        if not isinstance(label, bool | int) or label not in (0, 1):
+            rule = "it must be true (1) for a desirable response, or false (0)"
+            hint = "rows with chosen and rejected are for other losses"
+            raise ValueError(f"label is {label!r}: {rule}; {hint}")
+        prompt = encoder.prompt(columns, *PROMPTS)
+        response = encoder.response(columns, *_RESPONSES)
+        return TrainingText(key=key, prompt_ids=prompt, responses=(response,), desirable=bool(label))
 
     return _load(source, encoder, read, drop)
 

@@ -22,11 +22,11 @@ from megarl.experience.records import SampleScores, StepContext
 from megarl.types import Ragged, RolloutChunk, conversation_of
 
 
-def response_mask(lengths: Sequence[int] | Tensor, device: torch.device | str = "cpu") -> Tensor:
+def response_mask(lengths: Sequence[int] | Tensor) -> Tensor:
     """[B, R] bool, True on the first ``lengths[i]`` columns of row i; [0, 0] without rows."""
-    per_row = torch.as_tensor(lengths, dtype=torch.int64, device=device)
+    per_row = torch.as_tensor(lengths, dtype=torch.int64)
     width = int(per_row.max()) if len(per_row) else 0
-    return torch.arange(width, device=device) < per_row[:, None]
+    return torch.arange(width) < per_row[:, None]
 
 
 def align(flat: Tensor, mask: Tensor) -> Tensor:

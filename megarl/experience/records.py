@@ -6,7 +6,7 @@ Shape legend: N samples of a step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -122,3 +122,8 @@ class ExperienceChunk:
     scored_mask: Ragged | None = None
     ages: Ragged | None = None
     loss_mask: Ragged | None = None
+
+
+_OTHERS = ("sample_ids", "prompt_ids", "response_ids", "loss_mask")
+TOKEN_COLUMNS = tuple(field.name for field in fields(ExperienceChunk) if field.name not in _OTHERS)
+"""The columns of ``ExperienceChunk`` with a number per sampled token."""

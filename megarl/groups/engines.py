@@ -442,9 +442,15 @@ def engine_options(
 
 
 def launch_engines(
-    config: RunConfig, rollout: Rollout, session: Session, model_dir: str, *, weights: Literal["sync", "files"]
+    config: RunConfig,
+    rollout: Rollout,
+    session: Session,
+    model_dir: str,
+    *,
+    weights: Literal["sync", "files"],
+    besides_cache: int,
 ) -> RolloutGroup:
-    """Launches the engines, and returns at once; see `RolloutGroup`."""
+    """Launches the engines, and returns at once; see `RolloutGroup`, and `EngineOptions` for `besides_cache`."""
     engine = RolloutEngine
     if rollout.record is not None:
         engine = RecordingEngine
@@ -454,6 +460,6 @@ def launch_engines(
     tokenizer = None
     if rollout.stop:
         tokenizer = config.model.tokenizer_directory(model_dir)
-    options = engine_options(config.cluster, vocab, weights, tokenizer)
+    options = replace(engine_options(config.cluster, vocab, weights, tokenizer), besides_cache=besides_cache)
     replacements = rollout.max_replacements if weights == "sync" else 0
     return RolloutGroup(session, rollout, model_dir, options, engine=engine, replacements=replacements)

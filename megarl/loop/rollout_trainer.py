@@ -28,6 +28,7 @@ from megarl.loop.skipped_steps import SkippedBatches, write_rollouts
 from megarl.loop.train import is_due
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import Sets
+from megarl.preflight.memory_plan import besides_cache
 from megarl.run.paths import ema_export
 from megarl.run.results import EvaluationResult, StepResult, TokenColumns, shown_samples
 from megarl.run.sinks import Metrics
@@ -57,7 +58,10 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         self._phase = phase
         self._trainers = launch_trainers(config, session)
         self.roles = self._trainers.roles
-        self._engines = launch_engines(config, config.rollout, session, model_dir, weights="sync")
+        besides = besides_cache(config)
+        self._engines = launch_engines(
+            config, config.rollout, session, model_dir, weights="sync", besides_cache=besides
+        )
         planner = SyncPlanner(session, config, self.roles["actor"])
         self._resharder = Resharder(planner, config.rollout, self.roles["actor"], self._engines)
         shared = bool(shared_devices(config.groups, config.rollout))

@@ -291,7 +291,9 @@ def score_batch(
     scores = totals = total_scores(by_reward, whole, weights, algo.scores)
     if algo.from_token_rewards and ENVIRONMENT in weights:  # its rewards are placed at the ends of turns
         scores = total_scores(by_reward, whole, {**weights, ENVIRONMENT: 0.0}, algo.scores)
-    components = np.stack(list(by_reward.values()), axis=-1)
+    components = np.zeros((len(scores), 0), dtype=np.float32)
+    if by_reward:
+        components = np.stack(list(by_reward.values()), axis=-1)
     if order is not None:
         scores = scores[order]
         totals = totals[order]
@@ -320,9 +322,6 @@ def score_batch(
             compared = replace(compared, greedy_scores=_greedy_scores(greedy, whole, weights, algo.scores))
         advantages = bound(GROUP_ADVANTAGES, algo.advantage.name, algo.advantage.options)(compared).float().numpy()
         sequence_advantages = advantages[branches.conversation]
-    means: dict[str, float] = {}
-    for name, values in by_reward.items():
-        means |= known_mean(f"scores/{name}", values)
     return ScoredBatch(
         samples=SampleScores(
             chunks=chunks,
@@ -334,7 +333,7 @@ def score_batch(
         totals=totals,
         selected=range(len(samples)),
         scores_by_reward=by_reward,
-        metrics={**means, **unscored_metrics(by_reward), **_group_metrics(totals, groups[branches.last])},
+        metrics=_score_metrics(by_reward, totals, groups[branches.last]),
     )
 
 
@@ -385,6 +384,16 @@ def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
 def group_numbers(samples: Sequence[SampleInfo]) -> Indices:
     """Returns the index of each sample's prompt, [N], in the order of first appearance."""
     return numbered(sample.prompt_id for sample in samples)
+
+
+def _score_metrics(by_reward: ScoresByReward, totals: Values, groups: Indices) -> dict[str, float]:
+    """Returns the metrics of a step's scores; none where nothing scores."""
+    metrics: dict[str, float] = {}
+    if not by_reward:
+        return metrics
+    for name, values in by_reward.items():
+        metrics |= known_mean(f"scores/{name}", values)
+    return {**metrics, **unscored_metrics(by_reward), **_group_metrics(totals, groups)}
 
 
 def _group_metrics(scores: Values, groups: Indices) -> dict[str, float]:

@@ -74,7 +74,8 @@ class SupervisedTrainer(Trainer):
         timers = Timers()
         self._phase("update")
         with timers("step"):
-            samples, chunks, schedule = self._batch(self._rows.next(self._config.rows_per_step))
+            samples, texts, schedule = self._batch(self._rows.next(self._config.rows_per_step))
+            chunks = await self.chunks_of(samples, texts, self._meter)
             request = UpdateRequest(schedules=(schedule,), chunks=chunks)
             call = self._role.dispatch(MegatronWorker.update, request)
             updates = await rank0_result(call)
@@ -95,8 +96,8 @@ class SupervisedTrainer(Trainer):
         if self._held_out is None:
             return None
         self._phase("evaluation")
-        _, chunks, schedule = self._batch(self._held_out)
-        request = ForwardRequest(schedule=schedule, chunks=chunks)
+        samples, texts, schedule = self._batch(self._held_out)
+        request = ForwardRequest(schedule=schedule, chunks=await self.chunks_of(samples, texts, None))
         metrics = await rank0_result(self._role.dispatch(MegatronWorker.evaluate, request))
         accuracy = metrics.get("eval/accuracy")
         if accuracy is not None:
@@ -104,11 +105,21 @@ class SupervisedTrainer(Trainer):
             metrics["eval/accuracy_ci95"] = STANDARD_ERRORS * error
         return EvaluationResult(step=step, metrics={"eval/samples": len(self._held_out), **metrics})
 
-    def _batch(self, rows: Sequence[TrainingText]) -> tuple[tuple[SampleInfo, ...], ChunkRefs[TextChunk], Schedule]:
-        samples, chunks = text_batch(rows, self._layout.dp)
+    async def chunks_of(
+        self, samples: Sequence[SampleInfo], chunks: Sequence[TextChunk], meter: PassMeter | None
+    ) -> ChunkRefs[TextChunk]:
+        """Returns the chunks of a step as its update reads them; a stage may add columns.
+
+        Args:
+            meter: counter of the step's passes; None in an evaluation.
+        """
+        return ChunkRefs[TextChunk].put(chunks)
+
+    def _batch(self, rows: Sequence[TrainingText]) -> tuple[tuple[SampleInfo, ...], tuple[TextChunk, ...], Schedule]:
+        samples, chunks = text_batch(rows, max(role.layout.dp for role in self.roles.values()))
         trained = on_all_tokens(samples) if self._all_tokens else samples
         schedule = step_schedule(trained, self._layout, self._budget, rows_per_unit=len(rows[0].responses))
-        return samples, ChunkRefs[TextChunk].put(chunks), schedule
+        return samples, chunks, schedule
 
     def state(self, directory: Path) -> dict[str, Any]:
         """Returns the position in the rows; needs no files."""

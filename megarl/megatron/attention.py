@@ -6,7 +6,7 @@ dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.data.packing import PackShape
+from megarl.megatron.staging import Arrays, Places, to_device
 
 LENGTH_STEP = 16
 """Sequences whose lengths round up to the same multiple share a rectangle.
@@ -31,18 +32,14 @@ LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrangement:
+class Arrangement(Places):
     """The sequences of a pack in a few rectangles, whose rows are padded at their ends to one length.
 
     Args:
-        rectangles: (sequences, length) of each; together they have P places.
-        position_of: [P] int64, the position at each place; S at padding.
-        place_of: [S] int64, the place of each position.
+        rectangles: (sequences, length) of each; together they have P places of S positions.
     """
 
     rectangles: tuple[tuple[int, int], ...]
-    position_of: Tensor
-    place_of: Tensor
 
 
 def arrange(shape: PackShape, device: torch.device) -> Arrangement:
@@ -60,11 +57,14 @@ def arrange(shape: PackShape, device: torch.device) -> Arrangement:
         positions.append(places.ravel())
     position_of = np.concatenate(positions)
     place_of = np.argsort(position_of, kind="stable")[:total]
-    return Arrangement(
-        rectangles=tuple(rectangles),
-        position_of=torch.from_numpy(position_of).to(device),
-        place_of=torch.from_numpy(place_of).to(device),
-    )
+    indices = to_device({"position_of": position_of, "place_of": place_of}, device)
+    return Arrangement(rectangles=tuple(rectangles), **indices)
+
+
+def pack_arrays(shape: PackShape) -> Arrays:
+    """Returns what a pack's attention and rope read on the device; see ``PackParams``."""
+    starts = np.repeat(shape.cu_seqlens[:-1], np.diff(shape.cu_seqlens)).astype(np.int64)
+    return {"cu_seqlens": shape.cu_seqlens, "positions": np.arange(len(starts)) - starts}
 
 
 @dataclass(kw_only=True)
@@ -84,12 +84,11 @@ class PackParams(PackedSeqParams):
     sequences: PackedSeqParams
 
     @classmethod
-    def of(cls, shape: PackShape, device: torch.device | int) -> PackParams:
-        bounds = torch.from_numpy(shape.cu_seqlens).to(device)
+    def of(cls, shape: PackShape, tensors: Mapping[str, Tensor]) -> PackParams:
+        """Returns the parameters of a pack whose ``pack_arrays`` are on the device."""
+        bounds = tensors["cu_seqlens"]
         # Rope reads it on the CPU.
         one_sequence = torch.tensor([0, shape.cu_seqlens[-1]], dtype=torch.int32, device="cpu")
-        starts = np.repeat(shape.cu_seqlens[:-1], np.diff(shape.cu_seqlens)).astype(np.int64)
-        positions = np.arange(len(starts)) - starts
         common: dict[str, Any] = {
             "qkv_format": "thd",
             "cu_seqlens_q": bounds,
@@ -102,7 +101,7 @@ class PackParams(PackedSeqParams):
             cu_seqlens_q_padded=one_sequence,
             cu_seqlens_kv_padded=one_sequence,
             shape=shape,
-            positions=torch.from_numpy(positions).to(device),
+            positions=tensors["positions"],
             sequences=PackedSeqParams(**common),
         )
 
@@ -170,14 +169,13 @@ class PackedAttention(torch.nn.Module):
         sizes = [sequences * length for sequences, length in arrangement.rectangles]
         split: list[Sequence[Tensor]] = []
         for x in (query, key, value):
-            spread: Tensor = _Move.apply(x, arrangement, True)
-            split.append(spread.split(sizes))
+            split.append(arrangement.spread(x).split(sizes))
         parts: list[Tensor] = []
         for rectangle, *qkv in zip(arrangement.rectangles, *split, strict=True):
             q, k, v = (x.unflatten(0, rectangle).transpose(1, 2) for x in qkv)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
             parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
-        return _Move.apply(torch.cat(parts), arrangement, False)
+        return arrangement.collect(torch.cat(parts))
 
 
 class FusedPackedAttention(torch.nn.Module):
@@ -196,25 +194,3 @@ def kernel_takes(query: Tensor) -> bool:
     if not query.is_cuda or query.shape[-1] > LARGEST_HEAD:
         return False
     return query.dtype in (torch.float16, torch.bfloat16)
-
-
-class _Move(torch.autograd.Function):
-    """Moves rows to their places, or back; as each position has one place, the gradient moves the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, arrangement: Arrangement, to_places: bool) -> Tensor:
-        ctx.arrangement = arrangement
-        ctx.to_places = to_places
-        return _moved(x, arrangement, to_places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _moved(grad, ctx.arrangement, not ctx.to_places), None, None
-
-
-def _moved(x: Tensor, arrangement: Arrangement, to_places: bool) -> Tensor:
-    """[S, ...] -> [P, ...], with zeros as padding, or back without the padding."""
-    if to_places:
-        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-        return padded.index_select(0, arrangement.position_of)
-    return x.contiguous().index_select(0, arrangement.place_of)

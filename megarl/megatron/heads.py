@@ -6,16 +6,13 @@ Hidden states are [S, 1, H], or this rank's part of S under sequence parallelism
 
 from __future__ import annotations
 
-import numpy as np
-import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
 from megarl.megatron.model import RoleModel, ScalarHead
 from megarl.megatron.pipeline import MicroBatch
-
-Positions = np.typing.NDArray[np.int64]
+from megarl.role_specs import logit_chunk
 
 
 def response_logprobs(
@@ -28,40 +25,46 @@ def response_logprobs(
     weight = model.chunks[-1].output_weight()
     shard = vocab_shard(model.groups.tp, len(weight), model.vocab_size)
     states = response_states(model, batch, hidden)
-    labels = torch.from_numpy(batch.tokens.labels).to(hidden.device)
-    return logprobs_and_entropy(states, weight, labels, shard, temperature=temperature)
+    return logprobs_and_entropy(
+        states,
+        weight,
+        batch.on_device["labels"],
+        shard,
+        temperature=temperature,
+        chunk_tokens=logit_chunk(model.fused),
+        fused=model.fused,
+    )
 
 
 def response_states(model: RoleModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Returns the hidden states that predict each response token, [T, H]."""
-    return _at(model, hidden, batch.tokens.source_positions)
+    return _at(model, hidden, batch.on_device["source_positions"])
 
 
 def response_values(model: RoleModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Returns the critic's value of the state before each response token, [T] float32."""
-    return _scalars(model, hidden, batch.tokens.source_positions)
+    return _scalars(model, hidden, batch.on_device["source_positions"])
 
 
 def row_scores(model: RoleModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Returns the reward model's score at the last token of each row, [B] float32."""
-    return _scalars(model, hidden, batch.tokens.last_positions)
+    return _scalars(model, hidden, batch.on_device["last_positions"])
 
 
 def token_scores(model: RoleModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Returns the reward model's score after each response token, [T] float32."""
-    return _scalars(model, hidden, batch.tokens.source_positions + 1)
+    return _scalars(model, hidden, batch.on_device["source_positions"] + 1)
 
 
-def _scalars(model: RoleModel, hidden: Tensor, positions: Positions) -> Tensor:
+def _scalars(model: RoleModel, hidden: Tensor, positions: Tensor) -> Tensor:
     head = model.chunks[-1].output_layer
     assert isinstance(head, ScalarHead), "this role has an LM head"
     return head(_at(model, hidden, positions))
 
 
-def _at(model: RoleModel, hidden: Tensor, positions: Positions) -> Tensor:
-    """[positions, H]."""
+def _at(model: RoleModel, hidden: Tensor, positions: Tensor) -> Tensor:
+    """[positions, H], at positions on the device."""
     if model.config.sequence_parallel:
         # The heads give every TP rank the whole gradient, so the backward only splits it.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=model.groups.tp)
-    indices = torch.as_tensor(positions, device=hidden.device)
-    return hidden.squeeze(1).index_select(0, indices)
+    return hidden.squeeze(1).index_select(0, positions)

@@ -1,9 +1,9 @@
 """Log-probabilities, entropies and the KL divergence from a reference, over a vocabulary that is split over TP.
 
 The logits of a chunk of tokens exist only while the chunk is computed, forward and again backward,
-so memory does not grow with the pack. Megatron's vocab-parallel cross entropy reads the global
-parallel_state, keeps all logits, and computes no entropy. The divergence equals ``algos.kl.full``
-of whole logits.
+so memory does not grow with the pack; fused, they exist as products in the model's dtype alone.
+Megatron's vocab-parallel cross entropy reads the global parallel_state, keeps all logits, and
+computes no entropy. The divergence equals ``algos.kl.full`` of whole logits.
 
 Every function is collective over the TP group, forward and backward, and the gradient of the hidden
 states is the whole one on every rank. Shape legend: T tokens, H hidden, rows of the local output
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.megatron.platform.kernels import compiled, is_compiled
+from megarl.algos.kl import divergence_terms, log_mixture
+from megarl.bounds import DivergenceForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ def logprobs_and_entropy(
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
-    fused: bool | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns log softmax(hidden @ weight.T / temperature)[label] and the entropy of that distribution.
 
@@ -62,11 +63,9 @@ def logprobs_and_entropy(
         weight: [rows, H], this rank's rows of the output layer.
         labels: [T] int64, ids over the whole vocabulary.
         chunk_tokens: tokens whose logits exist at a time.
-        fused: whether compiled kernels compute it; None: as ``platform.kernels`` has it.
+        fused: whether Triton kernels compute it, in float32; not where the hidden states are float64.
     """
-    if fused is None:
-        fused = is_compiled("logprobs", hidden.device.type)
-    options = (shard, temperature, chunk_tokens, fused and shard.size > 0)
+    options = (shard, temperature, chunk_tokens, fused and hidden.dtype != torch.float64)
     return _VocabParallelLogprobs.apply(hidden, weight, labels, options)
 
 
@@ -83,13 +82,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
         entropy = torch.empty_like(logprobs)
         log_z = torch.empty_like(logprobs)
+        statistics = _statistics
+        if fused:
+            statistics = _fused_statistics
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
-            top, sums = _sums(hidden[part], weight, labels[part], shard, temperature, fused)
-            total, weighted_total, target = sums
-            log_z[part] = top + total.log()
-            logprobs[part] = target - log_z[part]
-            entropy[part] = log_z[part] - weighted_total / total
+            found = statistics(hidden[part], weight, labels[part], shard, temperature)
+            logprobs[part], entropy[part], log_z[part] = found
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
         ctx.options = options
         return logprobs, entropy
@@ -98,55 +97,92 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         shard, temperature, chunk_tokens, fused = ctx.options
+        gradient = _gradient
+        if fused:
+            gradient = _fused_gradient
 
         def logits_gradient(part: slice) -> Tensor:
-            local, here = _local_labels(labels[part], shard)
             columns = log_z[part], entropy[part], grad_logprobs[part], grad_entropy[part]
-            if fused:
-                products = hidden[part] @ weight[: shard.size].T
-                gradient = compiled(gradient_of_products)
-                return gradient(products, local, here, *columns, temperature=temperature)
-            log_z_of, entropy_of, logprob_slope, entropy_slope = (x.unsqueeze(-1) for x in columns)
-            logits = shard_logits(hidden[part], weight, shard, temperature)
-            log_p = logits.sub_(log_z_of)
-            p = log_p.exp()
-            # d logprob / d logits = onehot - p;   d entropy / d logits = -p (log p + entropy)
-            entropy_part = log_p.add_(entropy_of).mul_(p).mul_(entropy_slope)
-            grad = p.neg_().mul_(logprob_slope).sub_(entropy_part)
-            if shard.size:
-                grad.scatter_add_(-1, local.unsqueeze(-1), logprob_slope * here.unsqueeze(-1))
-            return grad.div_(temperature)
+            return gradient(hidden[part], weight, labels[part], shard, temperature, columns)
 
         gradients = linear_gradients(hidden, weight, shard, chunk_tokens, logits_gradient)
         return *gradients, None, None
 
 
-def _sums(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    shard: VocabShard,
-    temperature: float,
-    fused: bool,
-) -> tuple[Tensor, Tensor]:
-    """Returns the largest logits and the ``sums_of_products``, [T] and [3, T], over all shards.
-
-    The fused kernels read the products and write no logits.
-    """
+def _statistics(
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns log-probabilities, entropies and logarithms of the normalizers, [T]."""
     local, here = _local_labels(labels, shard)
-    if fused:
-        products = hidden @ weight[: shard.size].T
-        top = compiled(top_of_products)(products, temperature)
-        over_shards(top, shard, dist.ReduceOp.MAX)
-        sums = compiled(sums_of_products)(products, top, local, here, temperature)
-    else:
-        logits = shard_logits(hidden, weight, shard, temperature)
-        top = _largest(logits, shard)
-        sums = top.new_zeros(3, len(top))
-        if shard.size:
-            sums = sums_of_products(logits, top, local, here)
+    logits = shard_logits(hidden, weight, shard, temperature)
+    top = _largest(logits, shard)
+    sums = top.new_zeros(3, len(top))
+    if shard.size:
+        target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+        exp = (logits - top.unsqueeze(-1)).exp_()
+        total = exp.sum(-1)
+        sums = torch.stack([total, exp.mul_(logits).sum(-1), target * here])
     over_shards(sums, shard)
-    return top, sums
+    total, weighted, target = sums
+    log_z = top + total.log()
+    return target - log_z, log_z - weighted / total, log_z
+
+
+def _fused_statistics(
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by the kernels. Sums are of logits below the top, so that entropies keep their digits."""
+    from megarl.megatron.platform.logit_kernels import LOWEST, logit_statistics
+
+    if shard.size:
+        products = hidden @ weight[: shard.size].T
+        top, total, weighted, target = logit_statistics(products, labels - shard.start, temperature)
+    else:
+        total, weighted, target = hidden.new_zeros(3, len(hidden), dtype=torch.float32)
+        top = torch.full_like(total, LOWEST)
+    highest = top.clone()
+    over_shards(highest, shard, dist.ReduceOp.MAX)
+    fall = top - highest
+    keep = fall.exp()
+    sums = torch.stack([keep * total, keep * (weighted + total * fall), target])
+    over_shards(sums, shard)
+    total, weighted, target = sums
+    log_total = total.log()
+    log_z = highest + log_total
+    return target - log_z, log_total - weighted / total, log_z
+
+
+Columns = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Logarithms of the normalizers, entropies, and the gradients of log-probabilities and entropies, [T]."""
+
+
+def _gradient(
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float, columns: Columns
+) -> Tensor:
+    """Returns the gradient of the products, [T, size]."""
+    local, here = _local_labels(labels, shard)
+    log_z, entropy, logprob_slope, entropy_slope = (x.unsqueeze(-1) for x in columns)
+    logits = shard_logits(hidden, weight, shard, temperature)
+    log_p = logits.sub_(log_z)
+    p = log_p.exp()
+    # d logprob / d logits = onehot - p;   d entropy / d logits = -p (log p + entropy)
+    entropy_part = log_p.add_(entropy).mul_(p).mul_(entropy_slope)
+    grad = p.neg_().mul_(logprob_slope).sub_(entropy_part)
+    if shard.size:
+        grad.scatter_add_(-1, local.unsqueeze(-1), logprob_slope * here.unsqueeze(-1))
+    return grad.div_(temperature)
+
+
+def _fused_gradient(
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float, columns: Columns
+) -> Tensor:
+    """The same by the kernel, in place of the products."""
+    from megarl.megatron.platform.logit_kernels import logit_gradient_
+
+    products = hidden @ weight[: shard.size].T
+    if not shard.size:
+        return products
+    return logit_gradient_(products, labels - shard.start, *columns, temperature)
 
 
 def _largest(logits: Tensor, shard: VocabShard) -> Tensor:
@@ -154,47 +190,6 @@ def _largest(logits: Tensor, shard: VocabShard) -> Tensor:
     top = logits.max(-1).values if shard.size else logits.new_full((len(logits),), -torch.inf)
     over_shards(top, shard, dist.ReduceOp.MAX)
     return top
-
-
-def top_of_products(products: Tensor, temperature: float) -> Tensor:
-    """Returns the largest logit of each token."""
-    return (products.to(wide(products)) / temperature).amax(-1)
-
-
-def sums_of_products(
-    products: Tensor, top: Tensor, local: Tensor, here: Tensor, temperature: float | None = None
-) -> Tensor:
-    """Returns sum exp(logit - top), the same times the logit, and the label's logit or 0, [3, T].
-
-    Without a temperature, the products are the logits.
-    """
-    logits = products
-    target = products.gather(-1, local.unsqueeze(-1)).squeeze(-1)
-    if temperature is not None:
-        logits = products.to(wide(products)) / temperature
-        target = target.to(top.dtype) / temperature
-    exp = (logits - top.unsqueeze(-1)).exp_()
-    total = exp.sum(-1)
-    return torch.stack([total, exp.mul_(logits).sum(-1), target * here])
-
-
-def gradient_of_products(
-    products: Tensor,
-    local: Tensor,
-    here: Tensor,
-    log_z: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-    temperature: float,
-) -> Tensor:
-    """Returns the gradient of the products, [T, size], in their dtype, by the formulas of ``backward``."""
-    log_p = products.to(wide(products)) / temperature - log_z.unsqueeze(-1)
-    ids = torch.arange(products.shape[-1], device=products.device)
-    label = (ids == local.unsqueeze(-1)) * (grad_logprobs * here).unsqueeze(-1)
-    entropy_part = (log_p + entropy.unsqueeze(-1)) * grad_entropy.unsqueeze(-1)
-    grad = label - log_p.exp() * (grad_logprobs.unsqueeze(-1) + entropy_part)
-    return (grad / temperature).to(products.dtype)
 
 
 def over_shards(tensor: Tensor, shard: VocabShard, op: Any = dist.ReduceOp.SUM) -> None:
@@ -227,6 +222,7 @@ def linear_gradients(
         grad = logits_gradient(part).to(weight.dtype)
         grad_hidden[part] = grad @ weight[: shard.size]
         grad_weight[: shard.size] += grad.T @ hidden[part]
+        del grad  # before the next chunk is made
     over_shards(grad_hidden, shard)
     return grad_hidden, grad_weight.to(weight.dtype)
 
@@ -249,15 +245,18 @@ def divergence(
     ref_weight: Tensor,
     shard: VocabShard,
     *,
+    form: DivergenceForm = "reverse",
+    mix: float = 0.5,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
 ) -> Tensor:
-    """Returns KL(p || q) = sum over the vocabulary of p * (log p - log q), [T] nats.
+    """Returns a divergence of the policy from the reference, [T] nats; see ``algos.kl.full``.
 
     p and q are softmax(hidden @ weight.T / temperature) of the policy and of the reference, which
     has no gradient. Shapes and dtypes are those of ``logprobs_and_entropy``.
     """
-    return _Divergence.apply(hidden, weight, ref_hidden, ref_weight, (shard, temperature, chunk_tokens))
+    options = (shard, temperature, chunk_tokens, form, mix)
+    return _Divergence.apply(hidden, weight, ref_hidden, ref_weight, options)
 
 
 class _Divergence(torch.autograd.Function):
@@ -268,34 +267,52 @@ class _Divergence(torch.autograd.Function):
         weight: Tensor,
         ref_hidden: Tensor,
         ref_weight: Tensor,
-        options: tuple[VocabShard, float, int],
+        options: tuple[VocabShard, float, int, DivergenceForm, float],
     ) -> Tensor:
-        shard, temperature, chunk_tokens = options
+        shard, temperature, chunk_tokens, form, mix = options
         result = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
+        mean_slope = torch.empty_like(result)
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
             log_p = _log_softmax(hidden[part], weight, shard, temperature)
             log_q = _log_softmax(ref_hidden[part], ref_weight, shard, temperature)
-            result[part] = (log_p.exp() * (log_p - log_q)).sum(-1)
+            result[part] = divergence_terms(log_p, log_q, form, mix).sum(-1)
+            if form == "jsd":
+                mean_slope[part] = (log_p.exp() * _slope(log_p, log_q, form, mix)).sum(-1)
         over_shards(result, shard)
-        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, result)
+        if form == "jsd":
+            over_shards(mean_slope, shard)
+        else:
+            mean_slope = result
+        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, mean_slope)
         ctx.options = options
         return result
 
     @staticmethod
     def backward(ctx: Any, grad_result: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, ref_hidden, ref_weight, result = ctx.saved_tensors
-        shard, temperature, chunk_tokens = ctx.options
+        hidden, weight, ref_hidden, ref_weight, mean_slope = ctx.saved_tensors
+        shard, temperature, chunk_tokens, form, mix = ctx.options
 
         def logits_gradient(part: slice) -> Tensor:
             log_p = _log_softmax(hidden[part], weight, shard, temperature)
             log_q = _log_softmax(ref_hidden[part], ref_weight, shard, temperature)
-            # d KL / d logits = p (log p - log q - KL)
-            slope = log_p.exp() * (log_p - log_q - result[part].unsqueeze(-1))
+            if form == "forward":
+                slope = log_p.exp() - log_q.exp()
+            else:
+                # p (d D / d p - the mean of d D / d p under p)
+                slope = _slope(log_p, log_q, form, mix)
+                slope = log_p.exp() * (slope - mean_slope[part].unsqueeze(-1))
             return slope * grad_result[part].unsqueeze(-1) / temperature
 
         gradients = linear_gradients(hidden, weight, shard, chunk_tokens, logits_gradient)
         return *gradients, None, None, None
+
+
+def _slope(log_p: Tensor, log_q: Tensor, form: DivergenceForm, mix: float) -> Tensor:
+    """Returns the derivative of a divergence by p, but for a constant."""
+    if form == "reverse":
+        return log_p - log_q
+    return (1 - mix) * (log_p - log_mixture(log_p, log_q, mix))
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:

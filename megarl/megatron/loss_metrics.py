@@ -52,13 +52,18 @@ def collect(terms: LossTerms, mask: Tensor, weights: Tensor) -> LossMetrics:
     for name, values in terms.spreads.items():
         named[f"{name}_mean"] = values
         squares[name] = weighted_sum(values.double().square(), weights)
-        nothing = values.new_full((1,), -math.inf)
-        maxima[f"{name}_max"] = torch.cat([values[mask], nothing]).max()
-        maxima[f"{name}_min"] = torch.cat([-values[mask], nothing]).max()
+        maxima[f"{name}_max"] = _largest(values, mask)
+        maxima[f"{name}_min"] = _largest(-values, mask)
     means: dict[str, tuple[Tensor, Tensor]] = {}
     for name, values in named.items():
         means[name] = weighted_sum(values.double(), weights), total_weight
     return LossMetrics(means=means, squares=squares, maxima=maxima)
+
+
+def _largest(values: Tensor, mask: Tensor) -> Tensor:
+    """Returns the largest value on the mask, -infinite without any."""
+    nothing = values.new_full((1,), -math.inf)
+    return torch.cat([values.masked_fill(~mask, -math.inf).flatten(), nothing]).max()
 
 
 def reduce_metrics(parts: Sequence[LossMetrics], group: dist.ProcessGroup) -> dict[str, float]:

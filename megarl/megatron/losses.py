@@ -7,11 +7,12 @@ Shape legend: B rows of the micro-batch, R response tokens of the longest of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,41 +31,76 @@ from megarl.algos.registry import (
 )
 from megarl.algos.rollout_correction import off_policy_sequences, proximal_logprobs
 from megarl.config.schema import Algo
-from megarl.config.schema.loss_specs import LossSpec, PolicySpec, PreferenceSpec, TextSpec, ValueSpec
+from megarl.config.schema.loss_specs import (
+    DirectPreferenceSpec,
+    LossSpec,
+    PolicySpec,
+    PreferenceSpec,
+    TextSpec,
+    ValueSpec,
+)
 from megarl.data.packing import Chunks, TokenChunk, gather
-from megarl.experience.padded_batch import align, response_mask
-from megarl.experience.records import ExperienceChunk
+from megarl.experience.padded_batch import response_mask
+from megarl.experience.records import TOKEN_COLUMNS, ExperienceChunk
 from megarl.megatron.heads import response_logprobs, response_states, response_values
 from megarl.megatron.logprobs import divergence, vocab_shard
 from megarl.megatron.loss_metrics import LossMetrics, collect
 from megarl.megatron.model_engine import Loss, MakeLoss, ModelEngine
 from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward
-from megarl.megatron.supervised_losses import PreferenceLoss, text_loss
+from megarl.megatron.staging import Places, padded_places, to_device
+from megarl.megatron.supervised_losses import DirectPreferenceLoss, PreferenceLoss, text_loss
 from megarl.types import RankSchedule, TokenValues
 
 
 class ExperienceColumns:
-    """The columns of a micro-batch's experience on a device, [B, R] each, 0 off the mask."""
+    """The columns of a micro-batch's experience on a device, [B, R] each, 0 off the mask, in one transfer."""
 
     def __init__(self, batch: MicroBatch, experience: Chunks[ExperienceChunk], device: torch.device) -> None:
-        self._rows = batch.rows
-        self._chunks = {row.chunk: experience[row.chunk] for row in batch.rows}
-        self.mask = response_mask(batch.tokens.response_lengths.tolist(), device=device)
+        self.rows = batch.rows
+        lengths = batch.tokens.response_lengths.tolist()
+        places, self._shape = padded_places(lengths)
+        arrays = {**places, "mask": response_mask(lengths).numpy()}
         # A branch weighs as a part of its conversation.
-        lengths = [row.sequence_tokens or row.response_tokens for row in batch.rows]
-        self.whole = response_mask(lengths, device=device)
+        whole = [row.sequence_tokens or row.response_tokens for row in batch.rows]
+        arrays["whole"] = response_mask(whole).numpy()
+        chunks = {row.chunk: experience[row.chunk] for row in batch.rows}
+        for name in TOKEN_COLUMNS:
+            columns = {index: getattr(chunk, name) for index, chunk in chunks.items()}
+            if any(column is not None for column in columns.values()):
+                arrays[name] = gather(batch.rows, columns)
+        if "scored_mask" in arrays:
+            ends = np.cumsum(lengths)[:-1]
+            scored = [row.all() for row in np.split(arrays["scored_mask"], ends)]
+            arrays["scored_rows"] = np.flatnonzero(scored)
+        self._flat = to_device(arrays, device)
+        self._places = Places(position_of=self._flat["position_of"], place_of=self._flat["place_of"])
+        self.mask = self._flat["mask"]
+        self.whole = self._flat["whole"]
 
     def __call__(self, name: str) -> Tensor:
-        columns = {index: getattr(chunk, name) for index, chunk in self._chunks.items()}
-        flat = torch.from_numpy(gather(self._rows, columns))
-        return align(flat.to(self.mask.device), self.mask)
+        column = self.optional(name)
+        if column is None:
+            assert not self.rows, f"the experience has no {name}"
+            return self.mask.float()
+        return column
+
+    def align(self, flat: Tensor) -> Tensor:
+        """Pads [T] values to [B, R]; gradients flow back to them."""
+        return self._places.spread(flat).view(self._shape)
+
+    def by_row(self, aligned: Tensor) -> Sequence[Tensor]:
+        """Returns the values of each row in host memory, for which the host waits."""
+        lengths = [row.response_tokens for row in self.rows]
+        return self._places.collect(aligned.flatten()).cpu().split(lengths)
 
     def optional(self, name: str) -> Tensor | None:
         """Returns the column; None where the experience has none, or the micro-batch no rows."""
-        for chunk in self._chunks.values():
-            if getattr(chunk, name) is not None:
-                return self(name)
-        return None
+        return self.align(self._flat[name]) if name in self._flat else None
+
+    def of_scored_rows(self, values: Tensor) -> Tensor:
+        """Returns the rows, [B, ...], of which no token lacks a score."""
+        rows = self._flat.get("scored_rows")
+        return values if rows is None else values.index_select(0, rows)
 
     def selected(self, name: str) -> Tensor:
         """Returns a mask column, [B, R] bool; all response tokens without the column."""
@@ -167,7 +203,12 @@ class PolicyLoss:
         if algo.kl.reads_distributions:
             assert self.reference is not None, "the penalty is of the reference's distributions"
             self._divergence = ReferenceDivergence(
-                self.engine, self.reference, self.experience, self.schedule, self.spec.temperature
+                self.engine,
+                self.reference,
+                self.experience,
+                self.schedule,
+                self.spec.temperature,
+                algo.kl.estimator.options,
             )
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
@@ -176,10 +217,10 @@ class PolicyLoss:
         columns = ExperienceColumns(batch, self.experience, hidden.device)
         mask = columns.mask
         flat, entropy = response_logprobs(self.engine.model, batch, hidden, spec.temperature)
-        inputs = LossInputs(algo, columns, align(flat, mask), align(entropy, mask))
+        inputs = LossInputs(algo, columns, columns.align(flat), columns.align(entropy))
         new = inputs.new_logprobs
         terms = self._per_token(**{name: getattr(inputs, name) for name in algo.loss_reads})
-        self._keep_token_values(batch, mask, terms)
+        self._keep_token_values(columns, terms)
         if "old_logprobs" in algo.loss_reads:
             terms = _with_metric(terms, "ppo_kl", inputs.old_logprobs - new)
         terms = weighted(terms, self._weights(inputs, columns))
@@ -188,7 +229,7 @@ class PolicyLoss:
             if self._divergence is None:
                 parts["kl"] = self._kl(inputs)
             else:
-                parts["kl"] = align(self._divergence(batch, hidden), mask)
+                parts["kl"] = columns.align(self._divergence(batch, hidden))
             terms = with_term(terms, "kl", parts["kl"], coef=self.kl_coef)
         terms = with_term(terms, "entropy", inputs.entropy, coef=-algo.entropy_coef)
         learned = columns.selected("actor_mask")
@@ -200,7 +241,7 @@ class PolicyLoss:
             metrics = replace(metrics, means={**metrics.means, **actor_metrics})
         return spec.share * loss, metrics
 
-    def _keep_token_values(self, batch: MicroBatch, mask: Tensor, terms: LossTerms) -> None:
+    def _keep_token_values(self, columns: ExperienceColumns, terms: LossTerms) -> None:
         """Copies the ratio and the clip of each token, where they are wanted; a user's loss may lack them."""
         if self.token_values is None:
             return
@@ -208,18 +249,19 @@ class PolicyLoss:
         for name, values in named.items():
             if values is None:
                 continue
-            parts = values[mask].float().cpu().split(mask.sum(-1).tolist())
-            for row, part in zip(batch.rows, parts, strict=True):
+            for row, part in zip(columns.rows, columns.by_row(values.float()), strict=True):
                 row_values = self.token_values.setdefault((row.chunk, row.row), {})
                 row_values[name] = part.numpy()
 
     def _actor_metrics(self, new: Tensor, columns: ExperienceColumns) -> Means:
         """What ``experience.build`` reports if log-probabilities are known before the update."""
         mask = columns.mask
-        scored = (columns.selected("scored_mask") | ~mask).all(-1)
-        kl = k1(new, columns("ref_logprobs"))[scored] if self.spec.algo.kl.coef > 0 else None
-        tokens = columns.whole[scored].sum(-1)
-        means = dict(policy_drift(new[scored], kl, mask[scored], tokens))
+        of_scored_rows = columns.of_scored_rows
+        kl = None
+        if self.spec.algo.kl.coef > 0:
+            kl = of_scored_rows(k1(new, columns("ref_logprobs")))
+        tokens = of_scored_rows(columns.whole).sum(-1)
+        means = dict(policy_drift(of_scored_rows(new), kl, of_scored_rows(mask), tokens))
         if self.spec.algo.old_logprobs_from_update:
             rollout = columns("rollout_logprobs")
             means |= mismatch(new, rollout, mask)
@@ -255,7 +297,7 @@ class PolicyLoss:
 
 
 class ReferenceDivergence:
-    """KL(policy || reference) at each response token of an optimizer step; collective.
+    """Divergence from the reference at each response token of an optimizer step; collective.
 
     The reference first runs all micro-batches of the step and keeps a hidden state per token on its
     last stage; logits exist for chunks of tokens.
@@ -268,11 +310,13 @@ class ReferenceDivergence:
         chunks: Chunks[TokenChunk],
         schedule: RankSchedule,
         temperature: float,
+        options: Mapping[str, Any],
     ) -> None:
         assert engine.layout == reference.layout, "the ranks have other parts of the vocabulary"
         self._engine = engine
         self._reference = reference
         self._temperature = temperature
+        self._options = options
         model = reference.model
         batches = micro_batches(model, schedule, chunks)
         states = run_forward(model, batches, schedule.pack_tokens, partial(response_states, model))
@@ -287,7 +331,8 @@ class ReferenceDivergence:
         shard = vocab_shard(model.groups.tp, len(weight), model.vocab_size)
         states = response_states(model, batch, hidden)
         ref_states = self._states[batch.rows]
-        return divergence(states, weight, ref_states, ref_weight, shard, temperature=self._temperature)
+        of_chunks = partial(divergence, temperature=self._temperature, **self._options)
+        return of_chunks(states, weight, ref_states, ref_weight, shard)
 
 
 def value_loss(engine: ModelEngine, algo: Algo, experience: Chunks[ExperienceChunk], schedule: RankSchedule) -> Loss:
@@ -297,7 +342,7 @@ def value_loss(engine: ModelEngine, algo: Algo, experience: Chunks[ExperienceChu
 
     def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
         columns = ExperienceColumns(batch, experience, hidden.device)
-        values = align(response_values(engine.model, batch, hidden), columns.mask)
+        values = columns.align(response_values(engine.model, batch, hidden))
         returns = columns("returns")
         terms = per_token(values, columns("old_values"), returns)
         terms = _with_metric(terms, "error", (values - returns).square())
@@ -338,6 +383,8 @@ def loss_maker(
             return partial(value_loss, engine, algo, chunks)
         case PreferenceSpec(loss=settings):
             return partial(PreferenceLoss, engine, settings, chunks)
+        case DirectPreferenceSpec(loss=settings):
+            return partial(DirectPreferenceLoss, engine, settings, chunks)
         case TextSpec():
             return partial(text_loss, engine)
 
@@ -366,5 +413,5 @@ def report(spec: LossSpec, step: Mapping[str, float]) -> dict[str, float]:
             if "error" in step:  # absent if no response of the mini-batch has a score
                 values["value/explained_variance_after"] = explained_variance(step["error"], step["returns_var"])
             return values
-        case TextSpec(stage=stage) | PreferenceSpec(stage=stage):
+        case TextSpec(stage=stage) | PreferenceSpec(stage=stage) | DirectPreferenceSpec(stage=stage):
             return {f"{stage}/{name}": value for name, value in step.items()}

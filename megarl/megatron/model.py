@@ -42,7 +42,7 @@ from torch import Tensor
 from megarl.config.schema import LayerChoice
 from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
-from megarl.megatron.platform.kernels import LayerKind, implementation, is_compiled, layer_kind
+from megarl.megatron.platform.kernels import LayerKind, layer_kind
 from megarl.models import ModelSpec
 from megarl.models.transformer_engine import name_in_maps
 from megarl.role_specs import Recompute
@@ -56,13 +56,20 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = _parameter(config, hidden_size)
-        self._kernel = implementation("norms", rms_norm, self.weight.device.type)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._kernel(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class FusedRMSNorm(RMSNorm):
+    """The same in one kernel, rounded once, after the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns the norm op by op, which is the reference."""
     x_float = x.float()
     scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
     return weight * (x_float * scale).to(x.dtype)
@@ -97,7 +104,7 @@ class Router(TopKRouter):
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
@@ -160,12 +167,18 @@ class PackedModel(GPTModel):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleModel:
-    """The chunks of a role on one rank, one per virtual pipeline stage; ids from ``vocab_size`` on are unused."""
+    """The chunks of a role on one rank, one per virtual pipeline stage.
+
+    Args:
+        vocab_size: number of token ids in use; those from it on have no probability.
+        fused: whether norms, activation and log-probabilities are fused kernels.
+    """
 
     chunks: list[PackedModel]
     config: TransformerConfig
     groups: ProcessGroupCollection
     vocab_size: int
+    fused: bool
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns the local parameters by shard-map name, ``chunk:name``; RuntimeError if offloaded."""
@@ -214,7 +227,7 @@ def _transformer_config(
     stages: _Stages,
     dtype: torch.dtype,
     recompute: Recompute,
-    device: str,
+    fused: bool,
 ) -> TransformerConfig:
     """Returns Megatron's configuration of a role.
 
@@ -238,7 +251,7 @@ def _transformer_config(
         **_RECOMPUTE[recompute],
         **experts,
         activation_func=_ACTIVATIONS[activation],
-        bias_activation_fusion=activation == "silu" and is_compiled("activation", device),
+        bias_activation_fusion=activation == "silu" and fused,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
@@ -246,6 +259,7 @@ def _transformer_config(
         sequence_parallel=layout.sequence_parallel,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        batch_p2p_sync=False,  # it would wait for the whole device, for old versions of NCCL
         deallocate_pipeline_outputs=not interleaved,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -267,6 +281,7 @@ def build_model(
     vocab_size: int | None = None,
     recompute: Recompute = "none",
     layers: LayerChoice = "auto",
+    fused: bool = False,
 ) -> RoleModel:
     """Builds this rank's chunks; parameters are uninitialized.
 
@@ -276,10 +291,10 @@ def build_model(
     stage = groups.pp.rank()
     device = torch.empty(0, device=torch.cuda.current_device()).device.type
     stages = _Stages(spec, layout, stage)
-    config = _transformer_config(spec, layout, stages, dtype, recompute, device)
+    config = _transformer_config(spec, layout, stages, dtype, recompute, fused)
     kind = layer_kind(layers, spec.dims, str(dtype).removeprefix("torch."), device)
     _require_agreement(kind, groups.intra_dist_opt)
-    layer, norm = _local_layer(config) if kind == "local" else _fused_layer(config)
+    layer, norm = _local_layer(config, fused) if kind == "local" else _transformer_engine_layer(config)
     chunks: list[PackedModel] = []
     for chunk in range(layout.vpp):
         layer_specs = [layer] * len(spec.layers(layout, stage, chunk))
@@ -296,7 +311,8 @@ def build_model(
         model.requires_grad_(trainable)
         model.train(trainable)
         chunks.append(model)
-    return RoleModel(chunks=chunks, config=config, groups=groups, vocab_size=spec.ids_in_use(vocab_size))
+    ids = spec.ids_in_use(vocab_size)
+    return RoleModel(chunks=chunks, config=config, groups=groups, vocab_size=ids, fused=fused)
 
 
 def _require_agreement(kind: LayerKind, ranks: dist.ProcessGroup) -> None:
@@ -319,9 +335,11 @@ def _add_rng_states() -> None:
             tracker.add(name, seed=seed)
 
 
-def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
+def _local_layer(config: TransformerConfig, fused: bool) -> tuple[ModuleSpec, Any]:
     """Returns Megatron's local layer with this package's norms, attention and router, and the norm."""
     norm = _NORMS[config.normalization]
+    if fused and norm is RMSNorm:
+        norm = FusedRMSNorm
     layer: Any = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     if config.num_moe_experts is not None:
         experts = LocalSpecProvider().grouped_mlp_modules(False)
@@ -335,7 +353,7 @@ def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
     return layer, norm
 
 
-def _fused_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
+def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
     """Returns Megatron's layer of Transformer Engine's modules, with norms in linear layers, and the norm."""
     specs: Any = gpt_layer_specs  # its TESpecProvider is None without Transformer Engine
     modules = specs.TESpecProvider()

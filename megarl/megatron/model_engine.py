@@ -18,7 +18,7 @@ from megarl.data.packing import Chunks, TokenChunk, scatter, scatter_scalars
 from megarl.megatron.heads import response_logprobs, response_values, row_scores, token_scores
 from megarl.megatron.loss_metrics import LossMetrics, reduce_metrics
 from megarl.megatron.model import build_model
-from megarl.megatron.offload import HostCopy, release
+from megarl.megatron.offload import HostCopy, release, share
 from megarl.megatron.optimizer import ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
 from megarl.megatron.parallel import GroupCache, build_groups
 from megarl.megatron.pipeline import LastStage, MicroBatch, Work, micro_batches, run_forward, run_schedule
@@ -58,6 +58,8 @@ class ModelEngine:
         trainable: bool = False,
         recompute: Recompute = "none",
         layers: LayerChoice = "auto",
+        fused: bool = False,
+        frozen: bool = False,
     ) -> None:
         self.name = name
         self.spec = spec
@@ -76,6 +78,7 @@ class ModelEngine:
             trainable=trainable,
             recompute=recompute,
             layers=layers,
+            fused=fused,
         )
         self.optimizer: ShardedOptimizer | None = None
         self.ema: WeightEMA | None = None
@@ -83,7 +86,9 @@ class ModelEngine:
         """Optimizer steps including skipped ones: the position in the learning rate's schedule."""
         self.adam_steps = 0
         """Optimizer steps without skipped ones."""
-        self._offloaded: HostCopy | None = None
+        self._offloaded: dict[str, HostCopy] = {}  # by part: "optimizer" and "weights"
+        self._is_frozen = frozen
+        self._frozen_copy: HostCopy | None = None
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Sets every local parameter, by the names of the shard map."""
@@ -116,28 +121,63 @@ class ModelEngine:
     @torch.no_grad()
     def scale_head(self, gain: float) -> None:
         assert self.optimizer is not None, f"{self.name} is not in training"
+        self.require_state()
         for shard in shards(self.model, self.optimizer):
             if shard.name.endswith("output_layer.weight"):
                 shard.main.mul_(gain)
         self.optimizer.publish()
 
     def offload(self) -> int:
-        """Moves parameters, average and optimizer state to host memory; returns the bytes of device memory freed."""
-        if self._offloaded is not None:
-            return 0
-        tensors: list[Tensor] = [*self.model.parameters().values()]
-        if self.optimizer is not None:
-            tensors += self.optimizer.state()
-        if self.ema is not None:
-            tensors += self.ema.values.values()
-        self._offloaded = release(tensors)
-        return self._offloaded.nbytes
+        """Moves parameters, average and optimizer state to host memory; returns the device's bytes freed.
 
-    def onload(self) -> None:
-        """Undoes ``offload``, bit for bit."""
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
+        The weights of a frozen role are copied once, for all ranks of a node that have the same ones;
+        this first call is collective.
+        """
+        freed = 0
+        for part in ("optimizer", "weights"):
+            if part not in self._offloaded:
+                self._offloaded[part] = self._released(part)
+                freed += self._offloaded[part].nbytes
+        return freed
+
+    def onload(self, *, weights_only: bool = False) -> None:
+        """Undoes ``offload``, bit for bit; with ``weights_only`` average and optimizer state stay where they are."""
+        parts = ["weights"]
+        if not weights_only:
+            parts.append("optimizer")
+        for part in parts:
+            if part in self._offloaded:
+                self._offloaded.pop(part).restore()
+
+    def _released(self, part: str) -> HostCopy:
+        replicas = self.model.groups.expt_dp
+        if part == "optimizer" or not self._is_frozen or replicas.size() == 1:
+            return release(self._part(part))
+        if self._frozen_copy is None:
+            self._frozen_copy = share(self._part(part), replicas)
+        if self._frozen_copy is None:
+            self._is_frozen = False
+            return release(self._part(part))
+        self._frozen_copy.release()
+        return self._frozen_copy
+
+    def require_state(self) -> None:
+        """Raises RuntimeError if average and optimizer state are offloaded."""
+        if "optimizer" in self._offloaded:
+            raise RuntimeError("the role is offloaded: its optimizer state has no memory; onload it first")
+
+    def _part(self, part: str) -> list[Tensor]:
+        """Returns the parameters, or the rest: in float32 the optimizer steps views of the parameters."""
+        weights: list[Tensor] = [*self.model.parameters().values()]
+        if part == "weights":
+            return weights
+        state: list[Tensor] = []
+        if self.optimizer is not None:
+            state += self.optimizer.state()
+        if self.ema is not None:
+            state += self.ema.values.values()
+        shared = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        return [tensor for tensor in state if tensor.untyped_storage().data_ptr() not in shared]
 
     def logprobs(
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk], *, temperature: float
@@ -213,6 +253,7 @@ class ModelEngine:
         model = self.model
         optimizer = self.optimizer
         assert optimizer is not None, f"{self.name} is not in training"
+        self.require_state()
         assert self.ema is None or not self.ema.in_use, f"{self.name} has its average for its weights"
         steps: list[dict[str, float]] = []
         with optimizer.gradients():
@@ -269,6 +310,8 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
         trainable=training is not None,
         recompute=spec.recompute,
         layers=spec.layers,
+        fused=spec.fused,
+        frozen=spec.is_frozen,
     )
     new_head = spec.new_head
     manifest = model.manifest(engine.head, new_head=new_head is not None)

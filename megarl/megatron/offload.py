@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from megarl.resharding.transfers.shared_memory import HostRecvBuffer, map_host
 
 _SMALL = 1 << 20
 
@@ -17,6 +24,11 @@ class HostCopy:
 
     nbytes: int
     parts: Sequence[tuple[torch.UntypedStorage, list[Tensor]]]
+
+    def release(self) -> None:
+        """Frees the storages again, whose contents have not changed since they were copied."""
+        for storage, _ in self.parts:
+            storage.resize_(0)
 
     def restore(self) -> None:
         """Allocates the storages again and copies their contents back."""
@@ -33,13 +45,9 @@ def release(tensors: Iterable[Tensor]) -> HostCopy:
     Until ``restore``, torch refuses matrix products and embeddings with these tensors and their
     views. Not every device checks elementwise operations.
     """
-    storages: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage
     nbytes = 0
     parts: list[tuple[torch.UntypedStorage, list[Tensor]]] = []
-    for storage in storages.values():
+    for storage in _storages(tensors):
         pinned = storage.is_cuda
         nbytes += storage.nbytes()
         pieces: list[Tensor] = []
@@ -49,6 +57,69 @@ def release(tensors: Iterable[Tensor]) -> HostCopy:
         storage.resize_(0)
         parts.append((storage, pieces))
     return HostCopy(nbytes=nbytes, parts=parts)
+
+
+def share(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> HostCopy | None:
+    """Copies storages to host memory that the ranks of a group on a node share; they never change.
+
+    Collective over the group, whose ranks have the same contents. The memory ends with its
+    processes. For a CUDA device each rank registers it as pinned. None on all ranks, if one of them
+    may not map or register another's memory.
+    """
+    storages = _storages(tensors)
+    sizes = [storage.nbytes() for storage in storages]
+    places = _gathered(_place(), group)
+    owner = places.index(places[group.rank()])
+    buffer: HostRecvBuffer | None = None
+    if owner == group.rank():
+        buffer = HostRecvBuffer(sum(sizes))
+        for part, storage in zip(buffer.memory.split(sizes), storages, strict=True):
+            part.copy_(_bytes(storage))
+    handles = _gathered(None if buffer is None else buffer.handle, group)
+    memory = _mapped(buffer, handles[owner], storages[0].is_cuda)
+    # The owner closes its file when it returns.
+    if not all(_gathered(memory is not None, group)):
+        return None
+    assert memory is not None
+    parts: list[tuple[torch.UntypedStorage, list[Tensor]]] = []
+    for storage, piece in zip(storages, memory.split(sizes), strict=True):
+        parts.append((storage, [piece]))
+    return HostCopy(nbytes=sum(sizes), parts=parts)
+
+
+def _mapped(buffer: HostRecvBuffer | None, handle: str, pinned: bool) -> Tensor | None:
+    """Returns a rank's own buffer, or another's; None if it may not be mapped or registered."""
+    try:
+        memory = map_host(handle) if buffer is None else buffer.memory
+        if pinned:
+            cuda: Any = torch.cuda.cudart()
+            torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    except (ValueError, RuntimeError) as error:
+        print(f"Replicas keep a copy each of weights that never change: {error}.", file=sys.stderr)
+        return None
+    return memory
+
+
+def _place() -> str:
+    """Returns the same text for the processes that can map each other's memory."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return f"{machine} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the values of all ranks of a group, in order."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Returns the storages of tensors, each of them once."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+    return list(storages.values())
 
 
 def host_sizes(nbytes: int, *, pinned: bool) -> list[int]:

@@ -167,9 +167,21 @@ def build_optimizer(model: RoleModel, settings: Optimizer) -> ShardedOptimizer:
     for group in chained.param_groups:
         # Megatron leaves the exemption of biases and norms to its learning-rate scheduler.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    if any(parameter.is_cuda for parameter in model.parameters().values()):
+        fuse_adam(chained)
     optimizer = ShardedOptimizer(chunks=chunks, chained=chained, settings=settings, loss_factor=loss_factor)
     optimizer.release_gradients()
     return optimizer
+
+
+def fuse_adam(chained: ChainedOptimizer) -> None:
+    """Chooses torch's fused Adam, before the first step; its default takes 4 bytes a parameter of temporaries.
+
+    Nothing changes where Megatron has taken the Adam of Transformer Engine or apex, which are fused.
+    """
+    for group in chained.param_groups:
+        if "fused" in group:
+            group["fused"] = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from megarl.data.packing import Chunks, PackedBatch, PackShape, TokenChunk, pack, pack_shape
-from megarl.megatron.attention import PackParams
+from megarl.megatron.attention import PackParams, pack_arrays
 from megarl.megatron.model import RoleModel
+from megarl.megatron.staging import to_device
 from megarl.types import PackRow, RankSchedule
 
 LossOutput = tuple[Tensor, Tensor, object]
@@ -120,6 +121,15 @@ class MicroBatch:
         assert self.batch is not None, "a stage in the middle has no tokens"
         return self.batch
 
+    @cached_property
+    def on_device(self) -> dict[str, Tensor]:
+        """The arrays of the pack on this rank's device: those of ``pack_arrays`` and of ``PackedBatch``."""
+        arrays = dict(pack_arrays(self.shape))
+        if self.batch is not None:
+            for name in ("tokens", "source_positions", "labels", "last_positions"):
+                arrays[name] = getattr(self.batch, name)
+        return to_device(arrays, torch.cuda.current_device())
+
 
 LastStage = Callable[[MicroBatch, Tensor], Any]
 """The last stage's computation on a micro-batch and its hidden states, [S, 1, H], or a part of S."""
@@ -198,11 +208,10 @@ def run_schedule(
 
 
 def _forward(module: Module, batch: MicroBatch) -> Tensor:
-    device = torch.cuda.current_device()
-    tokens = None
-    if batch.batch is not None:
-        tokens = torch.from_numpy(batch.batch.tokens).to(device).unsqueeze(0)
-    pack = PackParams.of(batch.shape, device)
+    tokens = batch.on_device.get("tokens")
+    if tokens is not None:
+        tokens = tokens.unsqueeze(0)
+    pack = PackParams.of(batch.shape, batch.on_device)
     return module(tokens, None, None, packed_seq_params=pack, output_processor=_hidden_states)
 
 

@@ -56,6 +56,7 @@ def plan_save(
         group: process group of the same ranks, for the write alone. The state is then copied to
             host memory, so that a thread may write it while the role is trained.
     """
+    role.require_state()
     assert role.ema is None or not role.ema.in_use, f"{role.name} has its average for its weights"
     boxes = [box for box in _held(role) if box.written]
     planner = _SavePlanner(boxes, copied=group is not None)
@@ -80,6 +81,7 @@ def restore_role(role: ModelEngine, directory: Path) -> None:
 
     Raises RuntimeError if it belongs to another model.
     """
+    role.require_state()
     with _first_error(f"{role.name} cannot be restored from {directory}"):
         # torch reads the pickle again, without restrictions (FileSystemReader, 2.13).
         check_tensors_alone(directory)
@@ -202,7 +204,9 @@ def _set_adam_steps(role: ModelEngine) -> None:
             for group in shard.optimizer.param_groups:
                 group["step"] = steps
         elif steps > 0:
-            state[shard.main]["step"] = torch.tensor(float(steps))
+            fused = shard.optimizer.param_groups[0]["fused"]
+            device = shard.main.device if fused else None
+            state[shard.main]["step"] = torch.tensor(float(steps), device=device)
 
 
 def _shards(role: ModelEngine) -> Iterator[OptimizerShard]:

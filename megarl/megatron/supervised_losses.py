@@ -1,25 +1,33 @@
 """The losses of supervised training, on texts and on preferences; see ``losses``.
 
-Shape legend: B rows of the micro-batch, U preferences, N responses of each.
+Shape legend: B rows of the micro-batch, U preferences, N responses of each, P pairs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algos.metrics import Means
 from megarl.algos.policy_loss import LossTerms
 from megarl.algos.preference_loss import best_of_n, pairwise, span
-from megarl.algos.registry import PREFERENCE_LOSSES, bound
+from megarl.algos.registry import (
+    DIRECT_LOSSES,
+    INPUTS_OF_REFERENCES,
+    INPUTS_OF_RESPONSES,
+    PREFERENCE_LOSSES,
+    bound,
+)
 from megarl.config.schema import Choice
 from megarl.data.packing import Chunks
-from megarl.experience.padded_batch import align, response_mask
 from megarl.megatron.heads import response_logprobs, row_scores, token_scores
 from megarl.megatron.loss_metrics import LossMetrics, collect
 from megarl.megatron.model_engine import Loss, ModelEngine
 from megarl.megatron.pipeline import MicroBatch
+from megarl.megatron.staging import Places, padded_places, to_device
 from megarl.types import RankSchedule, TextChunk
 
 
@@ -84,23 +92,107 @@ class PreferenceLoss:
         return bound(PREFERENCE_LOSSES, settings.name, settings.options)(chosen, rejected)
 
     def _margins(self, batch: MicroBatch, scores: Tensor) -> Tensor:
-        margins: list[float] = []
+        margins: list[np.float32] = []
         for row in batch.rows[0::2]:
             column = self.chunks[row.chunk].margins
             assert column is not None, "the rows were read without their margins"
-            margins.append(float(column[row.row]))
-        return torch.tensor(margins, dtype=scores.dtype, device=scores.device)
+            margins.append(column[row.row])
+        return to_device({"margins": np.array(margins, np.float32)}, scores.device)["margins"].to(scores.dtype)
 
     def _span(self, batch: MicroBatch, hidden: Tensor) -> LossTerms:
         """Where the other response is longer, a response keeps the score of its last token."""
-        mask = response_mask(batch.tokens.response_lengths.tolist(), device=hidden.device)
-        scores = align(token_scores(self.engine.model, batch, hidden), mask)
+        arrays, shape = padded_places(batch.tokens.response_lengths.tolist())
+        places = Places(**to_device(arrays, hidden.device))
+        scores = places.spread(token_scores(self.engine.model, batch, hidden)).view(shape)
+        labels = batch.on_device["labels"]
+        mask = places.spread(torch.ones_like(labels)).view(shape) > 0
         last = scores.gather(-1, mask.sum(-1, keepdim=True) - 1)
         held = torch.where(mask, scores, last)
         no_token = -1
-        ids = torch.full_like(mask, no_token, dtype=torch.int64)
-        ids[mask] = torch.from_numpy(batch.tokens.labels).to(mask.device)
+        ids = places.spread(labels).view(shape).masked_fill(~mask, no_token)
         return span(held[0::2], held[1::2], ids[0::2], ids[1::2], no_token)
+
+
+@dataclass
+class DirectPreferenceLoss:
+    """The policy's loss: the mean over a step's pairs or responses; see ``algos.direct_preference``.
+
+    The responses of a pair are neighbors in a pack, the chosen one first.
+    """
+
+    engine: ModelEngine
+    settings: Choice
+    chunks: Chunks[TextChunk]
+    schedule: RankSchedule
+
+    def __post_init__(self) -> None:
+        self._loss = bound(DIRECT_LOSSES, self.settings.name, self.settings.options)
+        self._reads = DIRECT_LOSSES.reads(self.settings.name)
+
+    def __call__(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossMetrics]:
+        share = self.schedule.rows_per_unit / max(self.schedule.total_rows, 1)
+        rows, entropy = self._rows(batch, hidden)
+        inputs = rows
+        shown = {"logprob": rows["logprobs"].detach()}
+        if self._reads.isdisjoint(INPUTS_OF_RESPONSES):
+            inputs = _pairs(rows)
+            shown = {f"logprob_{name}": inputs[name].detach() for name in ("chosen", "rejected")}
+        terms = self._loss(**{name: inputs[name] for name in self._reads})
+        metrics = _mean(replace(terms, metrics={**shown, **terms.metrics}), share)
+        if "desirable" in rows and "reward" in terms.metrics:
+            by_label = _by_label(terms.metrics["reward"], rows["desirable"])
+            metrics = replace(metrics, means={**metrics.means, **by_label})
+        mean_entropy = entropy.detach().sum() / max(self.schedule.total_response_tokens, 1)
+        return terms.values.sum() * share, replace(metrics, sums={"entropy": mean_entropy})
+
+    def _rows(self, batch: MicroBatch, hidden: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns the inputs by row, [B] each, and the entropy at each response token, [T]."""
+        flat, entropy = response_logprobs(self.engine.model, batch, hidden, temperature=1.0)
+        lengths = batch.tokens.response_lengths
+        arrays, shape = padded_places(lengths.tolist())
+        columns = {"tokens": lengths.astype(np.float32)}
+        if not self._reads.isdisjoint(INPUTS_OF_REFERENCES):
+            columns["ref_logprobs"] = self._column(batch, "ref_logprobs")
+        if "desirable" in self._reads:
+            columns["desirable"] = self._column(batch, "desirable")
+        if "kl" in self._reads:
+            divergence = [self.chunks[row.chunk].kl for row in batch.rows[:1]]
+            columns["kl"] = np.array(divergence, dtype=np.float32)
+        on_device = to_device({**arrays, **columns}, hidden.device)
+        places = Places(position_of=on_device["position_of"], place_of=on_device["place_of"])
+        rows = {name: on_device[name].to(flat.dtype) for name in columns}
+        rows["logprobs"] = places.spread(flat).view(shape).sum(-1)
+        return rows, entropy
+
+    def _column(self, batch: MicroBatch, name: str) -> np.typing.NDArray[np.float32]:
+        values: list[np.float32] = []
+        for row in batch.rows:
+            column = getattr(self.chunks[row.chunk], name)
+            assert column is not None, f"the rows were read without {name}"
+            values.append(column[row.row])
+        return np.array(values, dtype=np.float32)
+
+
+def _pairs(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the inputs of pairs, [P] each, of those of their rows."""
+    inputs = {
+        "chosen": rows["logprobs"][0::2],
+        "rejected": rows["logprobs"][1::2],
+        "chosen_tokens": rows["tokens"][0::2],
+        "rejected_tokens": rows["tokens"][1::2],
+    }
+    if "ref_logprobs" in rows:
+        inputs["ref_chosen"] = rows["ref_logprobs"][0::2]
+        inputs["ref_rejected"] = rows["ref_logprobs"][1::2]
+    return inputs
+
+
+def _by_label(rewards: Tensor, desirable: Tensor) -> Means:
+    """Returns the means of the rewards of desirable responses and of the others."""
+    means: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, weights in (("desirable", desirable), ("undesirable", 1 - desirable)):
+        means[name] = (rewards * weights).double().sum(), weights.double().sum()
+    return means
 
 
 def _mean(terms: LossTerms, weight: float) -> LossMetrics:

@@ -23,11 +23,11 @@ from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, ExperienceReport
 from megarl.files import FileRecord
 from megarl.garbage_collection import importing
-from megarl.megatron.platform import start_platform, start_world
+from megarl.megatron.platform import set_cuda_options, start_platform, start_world
 from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
 from megarl.remote import remote
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncStats, connect
-from megarl.role_specs import role_specs
+from megarl.role_specs import role_specs, uses_fused_kernels
 from megarl.stacks import tell_waits
 from megarl.types import Ragged, RankSchedule, RoleName, TokenValues
 from megarl.weights.export import export_plan, export_weights
@@ -46,11 +46,15 @@ class Offloader:
         self._roles = roles
         self._offloadable = frozenset(offloadable)
 
-    def onload(self, name: RoleName, *others: RoleName) -> ModelEngine:
-        """Returns the role with its memory on the device; offloads all roles but it and ``others``."""
+    def onload(self, name: RoleName, *others: RoleName, weights_only: bool = False) -> ModelEngine:
+        """Returns the role with its memory on the device; offloads all roles but it and ``others``.
+
+        With ``weights_only``, what is on the host of average and optimizer state stays there: a forward
+        pass, a sync or an export does not read it.
+        """
         self.offload_all(but=(name, *others))
         for present in (name, *others):
-            self._roles[present].onload()
+            self._roles[present].onload(weights_only=weights_only)
         return self._roles[name]
 
     def offload_all(self, but: Collection[RoleName] = ()) -> None:
@@ -91,8 +95,10 @@ class MegatronWorker:
         """Joins the group's world by torch.distributed's ``tcp://host:port``, where rank 0 listens."""
         config = self._config
         patience = config.cluster.time_limits.patience
+        if config.cluster.device == "cuda":
+            set_cuda_options(tensor_parallel=any(spec.layout.tp > 1 for spec in self._specs.values()))
         with importing():
-            self._device = start_platform(config.cluster.device)
+            self._device = start_platform(config.cluster.device, fused=uses_fused_kernels(config))
             import megarl.megatron.model_engine  # noqa: F401  (`load` needs it)
             from megarl.megatron.parallel import collectives
         start_world(
@@ -122,25 +128,25 @@ class MegatronWorker:
     @remote(phase="inference")
     def logprobs(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[int, Ragged] | None:
         """Returns the log-probabilities of the responses, nats, by chunk."""
-        engine = self._offloader.onload(role)
+        engine = self._offloader.onload(role, weights_only=True)
         return engine.logprobs(request.schedule, request.chunks, temperature=request.temperature)
 
     @remote(phase="inference")
     def values(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[int, Ragged] | None:
         """Returns the values of the states before each response token, by chunk."""
-        return self._offloader.onload(role).values(request.schedule, request.chunks)
+        return self._offloader.onload(role, weights_only=True).values(request.schedule, request.chunks)
 
     @remote(phase="inference")
     def scores(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> PerSample | None:
         """Returns the scores of the samples, [N] float32 by chunk."""
-        return self._offloader.onload(role).scores(request.schedule, request.chunks)
+        return self._offloader.onload(role, weights_only=True).scores(request.schedule, request.chunks)
 
     @remote(phase="inference")
     def token_scores(
         self, role: RoleName, request: ForwardRequest[RankSchedule]
     ) -> tuple[dict[int, Ragged], PerSample] | None:
         """Returns the scores before and after each response token, and ``scores``, by chunk."""
-        columns = self._offloader.onload(role).token_scores(request.schedule, request.chunks)
+        columns = self._offloader.onload(role, weights_only=True).token_scores(request.schedule, request.chunks)
         if columns is None:
             return None
         scores: PerSample = {}
@@ -220,7 +226,7 @@ class MegatronWorker:
         """Returns the stage's loss and its metrics without a step, as ``eval/name``."""
         from megarl.megatron.losses import loss_maker
 
-        engine = self._offloader.onload(role)
+        engine = self._offloader.onload(role, weights_only=True)
         make_loss = loss_maker(self._loss_spec(role), engine, request.chunks)
         metrics = engine.evaluate(request.schedule, request.chunks, make_loss)
         if not engine.reports:
@@ -241,7 +247,7 @@ class MegatronWorker:
             version = self._senders[request.link][1].version
         self._disconnect(request.link)
         connection = connect(request.sync, rank, self._device)
-        parameters = self._offloader.onload("actor").model.parameters()
+        parameters = self._offloader.onload("actor", weights_only=True).model.parameters()
         weights = {name: parameter.data for name, parameter in parameters.items()}
         self._senders[request.link] = connection, Sender(connection, weights, version=version)
 
@@ -252,7 +258,7 @@ class MegatronWorker:
         The stage ``offload`` brings the actor to the device.
         """
         start = perf_counter()
-        self._offloader.onload("actor")
+        self._offloader.onload("actor", weights_only=True)
         offload = perf_counter() - start
         stats = self._senders[link][1].send(version)
         stats.seconds["offload"] = offload
@@ -291,7 +297,7 @@ class MegatronWorker:
         """
         from megarl.megatron.parallel import barrier
 
-        engine = self._offloader.onload(role)
+        engine = self._offloader.onload(role, weights_only=True)
         spec = engine.spec
         layout = engine.layout
         tensors = spec.canonical(engine.head)
@@ -320,7 +326,7 @@ class MegatronWorker:
         """Moves the reference towards a role by the weight of ``algo.kl.reference_sync``."""
         weight = self._specs["reference"].reference_weight
         assert weight is not None, "the reference is fixed"
-        self._offloader.onload("reference", role).soft_update(self._roles[role], weight)
+        self._offloader.onload("reference", role, weights_only=True).soft_update(self._roles[role], weight)
 
     @remote(phase="update")
     def skip_steps(self, role: RoleName, steps: int) -> None:

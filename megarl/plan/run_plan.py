@@ -22,6 +22,7 @@ from megarl.preflight.device_memory import advice
 from megarl.preflight.memory_plan import PhaseMemory, plan_memory
 from megarl.preflight.models import without_weights
 from megarl.preflight.plan_text import every_steps
+from megarl.rollout.engine_memory import fills_device
 from megarl.run.resume import resumed_config
 from megarl.texts import counted
 
@@ -45,6 +46,7 @@ _MEMORY_ROWS = {
     "buckets": "buckets",
     "snapshot": "checkpoint's copy",
     "process": "processes",
+    "nccl": "NCCL's buffers",
     "peak": "peak",
     "offloaded": "on the host",
 }
@@ -230,6 +232,10 @@ def print_memory(config: RunConfig) -> None:
     elif offloaded:
         lines[0] += f" on each device; at most {format_bytes(offloaded)} on the hosts"
         lines[0] += " for offloaded roles and checkpoints"
+    rollout = config.engine_settings
+    if rollout is not None and fills_device(rollout, config.cluster.device) and not room.known:
+        text = "the KV cache is counted as 4 GiB, because the memory of the GPUs is unknown; engines will fill "
+        lines.append(f"{text}what the plan leaves of theirs. Set cluster.device_memory_gib to see how much")
     for line in (*lines, *worries):
         out.print(f"{'memory':{_KEY_WIDTH}}{line}", soft_wrap=True, markup=False)
 

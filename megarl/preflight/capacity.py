@@ -20,12 +20,14 @@ class Capacity:
     Args:
         device_bytes: memory of which a fraction of a device is a part; of one
             machine, if devices are virtual.
+        known: whether `nbytes` is more than a guess.
     """
 
     nbytes: int
     source: str
     device_bytes: int
     shared: bool
+    known: bool
 
 
 def capacity(config: RunConfig) -> Capacity:
@@ -33,6 +35,7 @@ def capacity(config: RunConfig) -> Capacity:
     cluster = config.cluster
     shared = cluster.device == "cpu"
     machines = 1
+    known = True
     nbytes = _LARGEST
     source = "the largest GPU there is; set cluster.device_memory_gib"
     if cluster.device_memory_gib is not None:
@@ -46,7 +49,9 @@ def capacity(config: RunConfig) -> Capacity:
             source = "machines like this"
     elif cluster.is_here and (gpu := _first_gpu()):
         nbytes, source = gpu
-    return Capacity(nbytes=machines * nbytes, source=source, device_bytes=nbytes, shared=shared)
+    else:
+        known = False
+    return Capacity(nbytes=machines * nbytes, source=source, device_bytes=nbytes, shared=shared, known=known)
 
 
 def _first_gpu() -> tuple[int, str] | None:

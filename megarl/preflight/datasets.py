@@ -23,7 +23,7 @@ from megarl.data.encoding import Encoder
 from megarl.data.prompts import load_prompts, random_prompts, task_prompts
 from megarl.data.sources import LeftOut, LeftOutRows, Rows
 from megarl.data.tokenizer import Tokenizer
-from megarl.data.training_texts import load_candidates, load_demonstrations, load_pairs
+from megarl.data.training_texts import load_candidates, load_demonstrations, load_pairs, load_rated
 from megarl.types import Prompt
 
 
@@ -154,14 +154,20 @@ def scored_prompts(
         yield "evaluation.functions", config.evaluation.functions, rows.get("evaluation.prompts", ())
 
 
+def rated_sets(data: PairData, reader: DataReader) -> Sets:
+    """Reads single responses, each desirable or not."""
+    reader.read_both(load_rated, data)
+    return reader.sets()
+
+
 def pair_sets(
     data: PairData,
     loss: Choice,
-    normalisation: Normalisation | None,
-    rollout: Rollout | None,
     reader: DataReader,
+    normalisation: Normalisation | None = None,
+    rollout: Rollout | None = None,
 ) -> Sets:
-    """Reads the preferences of a reward model, and the prompts of its normalisation."""
+    """Reads preferences, and the prompts of a reward model's normalisation."""
     margins = loss.name == "pairwise" and loss.options["margin"]
     load = load_candidates if loss.name == "best_of_n" else partial(load_pairs, margins=margins)
     reader.read_both(load, data)

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from megarl.config import ConfigError, Problem, RunConfig, on_first_nodes
 from megarl.files import format_bytes
+from megarl.models import model_spec
 from megarl.preflight.capacity import capacity
 from megarl.preflight.memory_plan import DevicePlan, PhaseMemory, plan_memory
-from megarl.rollout.engine_memory import PROCESS
+from megarl.rollout.engine_memory import FILLED, PROCESS, sequence_bytes
 from megarl.types import RoleName
 
 
@@ -51,10 +52,23 @@ def check_memory(config: RunConfig) -> None:
 
 def _without_cache(config: RunConfig, plans: Sequence[DevicePlan]) -> Iterator[Problem]:
     rollout = config.engine_settings
-    engines = [plan.engine for plan in plans if plan.engine is not None and plan.engine.cache == 0]
-    if rollout is not None and engines:
+    without = [plan for plan in plans if plan.engine is not None and plan.engine.cache == 0]
+    engines = [plan.engine for plan in without if plan.engine is not None]
+    if rollout is None or not engines:
+        return
+    room = capacity(config)
+    if rollout.gpu_memory_fraction is None:
+        plan = max(without, key=lambda plan: plan.besides_cache)
+        taken = plan.besides_cache
+        phase = next(found for found in plan.phases() if found.peak == taken)
+        needed = taken + sequence_bytes(model_spec(config.model.hf_config()), rollout)
+        rule = f"in {phase.phase}, the cache of one sequence must fit beside {format_bytes(taken)} into "
+        rule += f"{FILLED:.0%} of {format_bytes(room.nbytes)} ({room.source})"
+        fix = advice(config, plan, phase, excess=needed - int(FILLED * room.nbytes))
+        yield Problem("rollout.kv_cache_mib", "null", rule, fix)
+    else:
         taken = engines[0].weights + engines[0].kept + engines[0].work + PROCESS
-        device = capacity(config).device_bytes
+        device = room.device_bytes
         rule = f"more than what an engine takes besides its cache, {format_bytes(taken)} of {format_bytes(device)}"
         fix = f"set it above {taken / device:.2f}, or raise rollout.tp"
         yield Problem("rollout.gpu_memory_fraction", f"{rollout.gpu_memory_fraction:g}", rule, fix)

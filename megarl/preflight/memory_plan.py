@@ -11,12 +11,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from megarl.config import RolloutTrainingConfig, RunConfig, TrainingConfig, parse_devices
-from megarl.config.schema.loss_specs import PolicySpec
+from megarl.config.schema import Rollout
 from megarl.models import model_spec
 from megarl.preflight.capacity import capacity
+from megarl.preflight.nccl_memory import nccl_bytes
 from megarl.preflight.role_memory import RoleMemory, role_memory
 from megarl.role_specs import RoleSpec, role_specs
-from megarl.rollout.engine_memory import PROCESS, EngineRankMemory
+from megarl.rollout.engine_memory import PROCESS, WORKSPACE, EngineRankMemory, cache_filling, fills_device
 from megarl.types import RoleName
 from megarl.weights.hf_files import read_config
 
@@ -35,6 +36,7 @@ class PhaseMemory:
         stepping: Adam's intermediate results, when the activations are gone.
         weights, cache, engine: weights, key-value cache and the rest of a vLLM engine, see
             `EngineRankMemory`.
+        process: what processes take by themselves, with cuBLAS's workspaces on a GPU.
         snapshot: copy for a checkpoint that is being written, on a CPU.
         offloaded: memory on the host, not on the device; also a snapshot.
     """
@@ -52,6 +54,7 @@ class PhaseMemory:
     engine: int = 0
     buckets: int = 0
     process: int = 0
+    nccl: int = 0
     snapshot: int = 0
     offloaded: int = 0
 
@@ -62,7 +65,7 @@ class PhaseMemory:
 
     @property
     def peak(self) -> int:
-        fixed = self.exact + self.engine + self.buckets + self.process
+        fixed = self.exact + self.engine + self.buckets + self.process + self.nccl
         return fixed + max(self.activations + self.logits, self.stepping)
 
 
@@ -73,8 +76,10 @@ class DevicePlan:
     Args:
         cache_field: field of the configuration for the size of the engine's cache.
         bucket: largest size of a message of a sync.
+        nccl: buffers of NCCL's communicators.
         sleeps: whether the engine gives weights and cache back while the trainers work.
         saved: roles of checkpoints that are written during the training.
+        sharing: ranks of the node that share a frozen role's copy on the host, by role.
     """
 
     device: int
@@ -83,8 +88,19 @@ class DevicePlan:
     engine: EngineRankMemory | None = None
     cache_field: str = ""
     bucket: int = 0
+    nccl: int = 0
     sleeps: bool = False
     saved: Collection[RoleName] = ()
+    sharing: Mapping[RoleName, int] = field(default_factory=dict[RoleName, int])
+
+    @property
+    def besides_cache(self) -> int:
+        """Returns the most that the device has besides the engine's cache, while it has that."""
+        taken = [0]
+        for found in self.phases():
+            if found.phase == "generate" or not self.sleeps:
+                taken.append(found.peak - found.cache)
+        return max(taken)
 
     def phases(self) -> Iterator[PhaseMemory]:
         """Yields the phases, each with the role that takes most in it."""
@@ -115,6 +131,10 @@ class DevicePlan:
         """
         sizes = Counter[str](self._engine_memory(phase))
         sizes["process"] = PROCESS * (bool(self.roles) + (self.engine is not None))
+        if self.kind == "cuda":
+            sizes["nccl"] = self.nccl
+            if self.roles:
+                sizes["process"] += 2 * WORKSPACE  # of the threads of the forward and of the backward pass
         active: set[RoleName | None] = {role}
         if role is not None:
             working = self.roles[role]
@@ -124,7 +144,7 @@ class DevicePlan:
                 sizes["activations"], sizes["logits"] = working.update
                 sizes["gradients"] = working.gradients
                 sizes["stepping"] = working.stepping
-                if _reads_reference(working.spec):
+                if working.spec.reads_distributions:
                     active.add("reference")
             elif phase == "checkpoint":
                 sizes["snapshot"] = working.written
@@ -135,7 +155,7 @@ class DevicePlan:
                 sizes["parameters"] += memory.parameters
                 sizes["optimizer"] += memory.optimizer
             else:
-                sizes["offloaded"] += memory.state
+                sizes["offloaded"] += memory.state // self.sharing.get(name, 1)
             if name in self.saved:
                 sizes["snapshot"] += memory.snapshot
         if self.kind != "cpu":
@@ -162,15 +182,36 @@ class DevicePlan:
         return sizes
 
 
-def _reads_reference(spec: RoleSpec) -> bool:
-    """Whether the reference computes distributions during a role's updates."""
-    if spec.training is None or not isinstance(spec.training.loss, PolicySpec):
-        return False
-    return spec.training.loss.algo.kl.reads_distributions
-
-
 def plan_memory(config: RunConfig) -> list[DevicePlan]:
     """Returns every device that the run uses."""
+    plans = _plans(config)
+    rollout = config.engine_settings
+    if rollout is not None and fills_device(rollout, config.cluster.device):
+        room = capacity(config)
+        memory = room.device_bytes if room.known else None
+        model = model_spec(config.model.hf_config())
+        cache = cache_filling(model, rollout, memory, _besides_cache(plans, rollout))
+        for device in parse_devices(rollout.devices):
+            engine = plans[device].engine
+            assert engine is not None
+            plans[device] = replace(plans[device], engine=replace(engine, cache=cache))
+    return [plans[device] for device in sorted(plans)]
+
+
+def besides_cache(config: RunConfig) -> int:
+    """Returns the most that a device has besides the rollout engine's cache, while it has that; 0 if none fills it."""
+    rollout = config.engine_settings
+    if rollout is None or not fills_device(rollout, config.cluster.device):
+        return 0
+    return _besides_cache(_plans(config), rollout)
+
+
+def _besides_cache(plans: Mapping[int, DevicePlan], rollout: Rollout) -> int:
+    return max(plans[device].besides_cache for device in parse_devices(rollout.devices))
+
+
+def _plans(config: RunConfig) -> dict[int, DevicePlan]:
+    """Returns every device, without caches that fill it."""
     kind = config.cluster.device
     plans = dict[int, DevicePlan]()
     rollout = config.engine_settings
@@ -190,7 +231,13 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
                 if (role, stage) not in made:
                     made[role, stage] = _role_memory(config, spec, stage)
                 roles[role] = made[role, stage]
-            plans[device] = DevicePlan(device=device, kind=kind, roles=roles, bucket=bucket, saved=saved)
+            sharing: dict[RoleName, int] = {}
+            for role, spec in specs.items():
+                if spec.is_frozen:
+                    sharing[role] = _sharing(config, spec, name, device)
+            plans[device] = DevicePlan(
+                device=device, kind=kind, roles=roles, bucket=bucket, saved=saved, sharing=sharing
+            )
     if rollout is not None:
         spec = model_spec(config.model.hf_config())
         engine = EngineRankMemory.of(spec, rollout, kind, lambda: capacity(config).device_bytes)
@@ -208,7 +255,20 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
         field = "reward.judge_model.kv_cache_mib"
         for device in parse_devices(judge.devices):
             plans[device] = DevicePlan(device=device, kind=kind, engine=engine, cache_field=field)
-    return [plans[device] for device in sorted(plans)]
+    if kind == "cuda":
+        for device, plan in plans.items():
+            plans[device] = replace(plan, nccl=nccl_bytes(config, device))
+    return plans
+
+
+def _sharing(config: RunConfig, spec: RoleSpec, group: str, device: int) -> int:
+    """Returns the ranks on a device's node that have the same weights of a role."""
+    per_node = config.cluster.devices_per_node
+    parts: dict[int, tuple[int, ...]] = {}
+    for rank, other in enumerate(config.device_list(group)):
+        coords = spec.layout.coords(rank)
+        parts[other] = (other // per_node, coords.tp, coords.pp, spec.layout.expert_rank(coords))
+    return list(parts.values()).count(parts[device])
 
 
 def _saves_meanwhile(config: TrainingConfig) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,8 @@ from megarl.data.tokenizer import LARGEST_FILE, has_tokenizer
 from megarl.files import read_json
 from megarl.models import ModelSpec, model_spec
 from megarl.models.transformer_engine import refusals
-from megarl.types import HeadName, RoleName
+from megarl.role_specs import role_specs
+from megarl.types import HEADS, RoleName
 from megarl.weights.hf_files import HFDirectory, read_config
 from megarl.weights.shard_map import Manifest
 
@@ -53,6 +56,7 @@ def check_models(config: RunConfig, *, bare: bool = False) -> tuple[int | None, 
     if model is not None:
         problems += _attention(config, model)
     problems += _layers(config, specs)
+    problems += _distributions(config, specs)
     return vocab, problems
 
 
@@ -102,7 +106,9 @@ def _same_tokenizer(config: RunConfig, role: RoleName, path: str) -> Iterator[Pr
     found = _vocabulary(Path(path))
     if expected is not None and found is not None and expected != found:
         fix = "choose a checkpoint that was made with the model's tokenizer"
-        yield Problem(f"{role}.path", path, f"its tokenizer must be the one of {directory}", fix)
+        prints = f"{_fingerprint(found)} must be {_fingerprint(expected)}"
+        rule = f"its tokenizer must be the one of {directory}: {prints}"
+        yield Problem(f"{role}.path", path, rule, fix)
 
 
 def _vocabulary(directory: Path) -> Mapping[str, int] | None:
@@ -110,6 +116,12 @@ def _vocabulary(directory: Path) -> Mapping[str, int] | None:
         return read_json(directory / "tokenizer.json", LARGEST_FILE)["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Returns the size of a vocabulary, and a digest of its tokens with their ids."""
+    content = json.dumps(vocabulary, sort_keys=True).encode()
+    return f"{len(vocabulary)} tokens {hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> ModelSpec | None:
@@ -142,10 +154,10 @@ def _trainable(field: str, spec: ModelSpec) -> Iterator[Problem]:
 
 
 def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec, *, weights: bool) -> Iterator[Problem]:
-    """A reward model needs a score head; a critic starts from the body of any model."""
+    """A reward model needs a score head, a teacher an LM head; a critic starts from any body."""
     if role == "critic":
         yield from _trainable(f"{role}.path", spec)
-    head: HeadName = "score" if role == "reward" else "value"
+    head = HEADS[role]
     if role == "reward":
         from megarl.rewards.model_files import read_scale  # imports torch
 
@@ -155,9 +167,10 @@ def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec, *, weights: boo
             rule = f"a checkpoint whose scale can be read: {error}"
             fix = "export the checkpoint again"
             yield Problem(f"{role}.path", path, rule, fix)
-    if head == "score" and spec.head != head:
-        fix = "choose a reward model's checkpoint"
-        yield Problem(f"{role}.path", path, f"a model with a {head} head", fix)
+    if role != "critic" and spec.head != head:
+        kind = {"reward": "reward", "reference": "language"}[role]
+        rule = f"a model with a {head} head"
+        yield Problem(f"{role}.path", path, rule, f"choose a {kind} model's checkpoint")
     elif weights:
         yield from _files(f"{role}.path", path, spec.manifest(head, new_head=head == "value"))
 
@@ -243,6 +256,23 @@ def _layers(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Probl
             rule = f"Transformer Engine must be able to compute the {name}: {'; '.join(reasons)}"
             fix = "set it to auto, which takes Megatron's own layers then"
             yield Problem("model.layers", "transformer_engine", rule, fix)
+
+
+def _distributions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Problem]:
+    """Ranks that compare distributions have the same part of both vocabularies."""
+    if not {"model", "reference"} <= specs.keys():
+        return
+    for group in config.groups:
+        for spec in role_specs(config, group).values():
+            tp = spec.layout.tp
+            if not spec.reads_distributions or tp == 1:
+                continue
+            rows = [specs[name].dims.padded_vocab("megatron", tp) for name in ("model", "reference")]
+            if rows[0] != rows[1]:
+                rule = f"{rows[0]} rows of the vocabulary on {tp} ranks, as of the actor, with "
+                rule += f"algo.kl.estimator = full; it has {rows[1]}"
+                fix = "set tp to 1, or algo.kl.estimator to k1+"
+                yield Problem("reference.path", str(spec.checkpoint), rule, fix)
 
 
 def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:

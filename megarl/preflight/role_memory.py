@@ -1,22 +1,22 @@
 """The memory of a role on a rank, bytes.
 
 Parameters and optimizer state are exact. Activations are those that the backward pass of Megatron's
-local layers keeps (megarl/megatron/model.py), for packs as long as they may become, whose tokens
-are all of responses.
+local layers keeps (megarl/megatron/model.py), op by op or with fused kernels, for packs as long as
+they may become, whose tokens are all of responses.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.models import ModelSpec
-from megarl.role_specs import RoleSpec
+from megarl.role_specs import RoleSpec, logit_chunk
 from megarl.types import HEADS, Layout, RankCoords
 from megarl.weights.shard_map import ITEM_BYTES
 
-_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once (``megatron.logprobs``)."""
+_DIVERGENCE = 22
+"""Bytes of a vocabulary entry and token in the backward pass of a divergence of whole distributions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class RoleMemory:
 
     Args:
         optimizer: the optimizer's state; 0 without training.
-        stepping: Adam's intermediate results: one of all weights on CUDA, two of each in turn on
-            a CPU.
+        stepping: intermediate results of the step: on CUDA, whose Adam is fused, a clipped gradient
+            of each weight in turn; two of Adam on a CPU.
         snapshot: what this rank writes of a checkpoint: a part of what its replicas share, and
             its state.
         written: what writing takes: a copy of one tensor, and what torch.save makes of it.
@@ -89,14 +89,17 @@ def role_memory(
         optimizer = 4 * columns * sum(shards)
     stepping = 8 * max(shards)
     if device == "cuda":
-        stepping = 4 * sum(shards)
-
+        stepping //= 2
     inference_logits = 0
     update_logits = 0
     if stage == layout.pp - 1 and head == "lm":
         rows = dims.padded_vocab("megatron", layout.tp) // layout.tp
-        inference_logits = 8 * min(_CHUNK_TOKENS, pack) * rows
-        update_logits = 8 * min(_CHUNK_TOKENS, update_pack) * rows
+        inference_logits = _logits(spec, item, pack) * rows
+        update_logits = _logits(spec, item, update_pack) * rows
+        if spec.reads_distributions:
+            update_logits = max(update_logits, _DIVERGENCE * min(logit_chunk(False), update_pack) * rows)
+            # Of the reference's hidden states, for all micro-batches of the step.
+            update_logits += micro_batches * update_pack * dims.hidden * item
         update_logits += rows * dims.hidden * (4 + item) + update_pack * dims.hidden * item
     attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / layout.tp
     experts = model.table.megatron.get("moe_router_topk", 1)  # tokens are spread evenly
@@ -104,8 +107,8 @@ def role_memory(
     forward = pack * (3 * dims.hidden + max(attention, mlp)) * item
     layer = _layer(spec, model, device)
     activations = update_pack * _kept(spec, model, stage, micro_batches, layer)
-    if spec.recompute == "full":  # a layer is computed again when the logits are gone
-        activations += max(0.0, update_pack * layer - update_logits)
+    again = _recomputed(spec, model, device, layer)  # when the logits are gone
+    activations += max(0.0, update_pack * again - update_logits)
     return RoleMemory(
         spec=spec,
         parameters=parameters,
@@ -117,6 +120,14 @@ def role_memory(
         inference=(int(forward), inference_logits),
         update=(int(activations), update_logits),
     )
+
+
+def _logits(spec: RoleSpec, item: int, pack: int) -> int:
+    """Returns the bytes of the logits of a vocabulary entry: products, or two numbers in float32."""
+    tokens = min(logit_chunk(spec.fused), pack)
+    if spec.fused:
+        return item * tokens
+    return 8 * tokens
 
 
 def _kept(spec: RoleSpec, model: ModelSpec, stage: int, micro_batches: int, layer: float) -> float:
@@ -148,44 +159,70 @@ def _layer(spec: RoleSpec, model: ModelSpec, device: str) -> float:
     tp = spec.layout.tp
     item = ITEM_BYTES[model.dtype]
     norms = 2 * _norm(spec, model) * _split(spec.layout)
+    if spec.recompute == "selective":
+        norms = 2 * dims.hidden * item * _split(spec.layout)
+        if device == "cuda" and spec.layers != "local":
+            # Transformer Engine's linear layer of queries keeps its normalized input.
+            norms += dims.hidden * item * _split(spec.layout)
     rope = 0
     if model.family.rotary:
         rope = 4 * dims.head_dim * item
     qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim * item / tp
     one = dims.heads * dims.head_dim * item / tp  # queries, or the attention's output
     kv = 2 * dims.kv_heads * dims.head_dim * item / tp
-    if spec.recompute == "selective":
-        attention = one + kv / 2 + qkv + one  # values are a part of what is projected
-    elif device == "cuda" and item < 4:
-        attention = one + kv / 2 + qkv + one + 4 * dims.heads / tp
+    if device == "cuda" and item < 4:
+        attention = one + kv / 2 + qkv + one + 4 * dims.heads / tp  # queries and keys are rotated copies
     else:
         attention = 3 * one + kv + 4 * dims.heads / tp  # in rectangles
     if model.table.megatron.get("qk_layernorm"):
         heads = (dims.heads + dims.kv_heads) / tp
-        inputs = 4 * (one + kv / 2) / item
-        if item == 4:
-            inputs = qkv + one
-        attention += inputs + one + kv / 2 + 4 * heads
+        attention += 4 * heads
+        if not spec.fused:
+            attention += one + kv / 2  # quotients
+        if not spec.fused and item < 4:
+            attention += 4 * (one + kv / 2) / item  # inputs in float32
+        elif device == "cuda" and item < 4:
+            attention += one  # inputs; those of keys are a part of what is projected
+        else:
+            attention += one + qkv
     ffn = dims.ffn * item / tp
     if dims.experts:
         chosen = model.table.megatron["moe_router_topk"]
-        mlp = chosen * (6 * ffn + dims.hidden * item) + 16 * dims.experts
+        expert = 6 * ffn  # with the product of the router's weight
+        if spec.fused:
+            expert = 3 * ffn
+        mlp = chosen * (expert + dims.hidden * item) + 16 * dims.experts
+    elif spec.recompute == "selective":
+        mlp = 0.0
     elif model.table.megatron["gated_linear_unit"]:
         mlp = 5 * ffn
+        if spec.fused:
+            mlp = 3 * ffn
     else:
         mlp = 2 * ffn
     return norms + rope + attention + mlp
 
 
-def _norm(spec: RoleSpec, model: ModelSpec) -> float:
-    """Returns the bytes of a norm and of its output: RMSNorm keeps its input and the quotient, LayerNorm one.
+def _recomputed(spec: RoleSpec, model: ModelSpec, device: str, layer: float) -> float:
+    """Returns the bytes of a token that the backward pass of a layer recomputes; ``layer`` are those that it keeps."""
+    if spec.recompute == "full":
+        return layer
+    if spec.recompute == "selective":
+        return _layer(replace(spec, recompute="none"), model, device) - layer
+    return 0.0
 
-    So do Transformer Engine's norms (pytorch/module/layernorm_linear.py, 2.8 to 2.20), which was
-    never measured.
+
+def _norm(spec: RoleSpec, model: ModelSpec) -> float:
+    """Returns the bytes of a norm and of its output: RMSNorm keeps its input and the quotient, others the input.
+
+    Transformer Engine's do (pytorch/module/layernorm_linear.py, 2.8 to 2.20), which was never
+    measured, and torch's fused one.
     """
     item = ITEM_BYTES[model.dtype]
     if model.table.megatron["normalization"] == "LayerNorm" or spec.layers == "transformer_engine":
         return 2 * model.dims.hidden * item + 8
+    if spec.fused:
+        return 2 * model.dims.hidden * item + 4
     return model.dims.hidden * (4 + 2 * item) + 4
 
 

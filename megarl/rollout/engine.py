@@ -27,7 +27,7 @@ from megarl.rollout.completions import (
     truncate_responses,
     version_spans,
 )
-from megarl.rollout.engine_memory import cache_bytes
+from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.requests import Requests, Turns, generation_params, scoring_params, stop_token_ids
 from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment, temporary_files_in
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from megarl.resharding import ConnectRequest, SyncStats
     from megarl.rollout.weight_receiver import CallOutcome
 
-_BLOCK_TOKENS = 32
 _START_MEMORY = 0.01
 """Part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size; its default
 does not allow a trainer on the device."""
@@ -57,7 +56,9 @@ class EngineOptions:
         device: `cuda` or `cpu`.
         tokenizer: Hugging Face directory, for `rollout.stop`.
         weights: `sync` starts without weights, `files` with those in the model's directory.
-        device_memory: bytes of which `rollout.gpu_memory_fraction` is a part; None measures them.
+        device_memory: bytes of which `rollout.gpu_memory_fraction` is a part, and which a cache
+            without a configured size fills; None measures them.
+        besides_cache: the most bytes that a GPU of an engine holds besides the cache while it has that.
         threads: threads of each process with device cpu.
     """
 
@@ -66,6 +67,7 @@ class EngineOptions:
     tokenizer: str | None = None
     weights: Literal["sync", "files"] = "sync"
     device_memory: int | None = None
+    besides_cache: int = 0
     threads: int = 1
 
 
@@ -140,6 +142,7 @@ class RolloutEngine:
 
         cpu = options.device == "cpu"
         tp = self._rollout.tp
+        cache = cache_bytes(self._spec, self._rollout, options.device, options.device_memory, options.besides_cache)
         arguments = EngineArgs(
             model=self._model_dir,
             tokenizer=options.tokenizer,
@@ -155,8 +158,8 @@ class RolloutEngine:
             enable_chunked_prefill=False if cpu else None,  # vLLM (0.32) cannot step a CPU's seeded generator back
             enable_sleep_mode=self._rollout.sleep and not cpu,  # on a CPU vLLM sleeps without it, and frees nothing
             max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a sequence
-            block_size=_BLOCK_TOKENS,  # the CPU kernels' smallest; short prompts share prefixes
-            kv_cache_memory_bytes=cache_bytes(self._spec, self._rollout, options.device, options.device_memory),
+            block_size=BLOCK_TOKENS,
+            kv_cache_memory_bytes=cache,
             gpu_memory_utilization=_START_MEMORY,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",

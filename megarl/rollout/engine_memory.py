@@ -9,18 +9,26 @@ from dataclasses import dataclass
 from typing import Final
 
 from megarl.config.schema import Rollout
+from megarl.files import format_bytes
 from megarl.models import ModelSpec
 from megarl.weights.shard_map import ITEM_BYTES
 
 _MIB = 1 << 20
 _GIB = 1 << 30
+BLOCK_TOKENS: Final = 32
+"""Tokens of a block of the cache: the CPU kernels' smallest number; short prompts share prefixes."""
 _CACHE = 4 * _GIB
+"""Size of a cache that nothing else decides."""
+FILLED: Final = 0.95
+"""Part of a GPU that a cache fills; the rest is for fragmentation, and for what the plan's allowances miss."""
 _TOKENS = {"cuda": (16384, 1024), "cpu": (4096, 256)}
 """Tokens of a batch of vLLM and responses at once, its defaults (0.32)."""
 _GRAPHS = _GIB
 """Allowance for vLLM's CUDA graphs."""
 PROCESS: Final = 6 * _GIB // 10
-"""Allowance of a process: CUDA's context and NCCL on a GPU, Python and libraries on a CPU."""
+"""Allowance of a process: CUDA's context on a GPU, Python and libraries on a CPU."""
+WORKSPACE: Final = 32 * _MIB
+"""Memory that torch gives cuBLAS on a GPU of compute capability 9, for each thread that multiplies matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +36,10 @@ class EngineRankMemory:
     """Memory of a rank of an engine, bytes.
 
     Args:
-        cache: cache of keys and values; 0 if `rollout.gpu_memory_fraction` leaves no room for it.
-        kept: rest that is always there: on a GPU the CUDA graphs, on a CPU copies and buffers.
+        cache: cache of keys and values; 0 if `rollout.gpu_memory_fraction` leaves no room for it, and
+            where it fills the device, until it is known what else is there (`cache_filling`).
+        kept: rest that is always there: on a GPU CUDA graphs, counts of sampled tokens and cuBLAS's
+            workspace, on a CPU copies and buffers.
         repacked: largest weight, on a CPU, where a sync packs a new one before the old one is
             freed.
         work: memory of the largest batch, while the engine generates; a GPU's allocator keeps it
@@ -59,8 +69,11 @@ class EngineRankMemory:
         batch = tokens * item * 4 * (dims.hidden + dims.ffn // rollout.tp)
         if device == "cuda":
             repacked = 0
-            kept = 0 if rollout.enforce_eager else _GRAPHS
-            work = batch + 12 * responses * dims.vocab  # logits, and counts for penalties (0.32)
+            # Of each token of the vocabulary, each response's count, and whether its prompt has it (PenaltiesState,
+            # 0.32): outside of the pools that sleep frees.
+            counts = responses * (4 * dims.vocab + dims.vocab // 8)
+            kept = counts + WORKSPACE + (0 if rollout.enforce_eager else _GRAPHS)
+            work = batch + 8 * responses * dims.vocab  # logits
         else:
             repacked = max(sizes)
             # The output layer is packed into a copy (UnquantizedEmbeddingMethod) if oneDNN can multiply its
@@ -77,11 +90,45 @@ class EngineRankMemory:
         elif rollout.kv_cache_mib is not None:
             cache = rollout.kv_cache_mib * _MIB
         else:
-            cache = _CACHE
+            cache = 0 if fills_device(rollout, device) else _CACHE
         return cls(weights=weights, cache=cache, kept=kept, repacked=repacked, work=work)
 
 
-def cache_bytes(model: ModelSpec, rollout: Rollout, device: str, device_memory: int | None = None) -> int:
+def fills_device(rollout: Rollout, device: str) -> bool:
+    """Returns whether the cache takes the memory that nothing else needs: on a GPU, if no size is configured."""
+    return device == "cuda" and rollout.kv_cache_mib is None and rollout.gpu_memory_fraction is None
+
+
+def cache_filling(model: ModelSpec, rollout: Rollout, device_memory: int | None, besides: int) -> int:
+    """Returns the size of a cache that fills a GPU, but for 5 %; 0 if it could not hold one sequence.
+
+    It is not larger than all sequences that vLLM generates at once need at their longest.
+
+    Args:
+        device_memory: all memory of the GPU; None: unknown, for a plan, which then counts 4 GiB.
+        besides: the most that the GPU holds of other things while it has the cache.
+    """
+    sequence = sequence_bytes(model, rollout)
+    _, sequences = _TOKENS["cuda"]
+    free = max(sequence, _CACHE)
+    if device_memory is not None:
+        free = int(FILLED * device_memory) - besides
+    if free < sequence:
+        return 0
+    return min(free, sequences * sequence)
+
+
+def sequence_bytes(model: ModelSpec, rollout: Rollout) -> int:
+    """Returns what a sequence of the largest length takes of a rank's cache, in whole blocks."""
+    dims = model.dims
+    heads = max(1, dims.kv_heads // rollout.tp)
+    blocks = -(-(rollout.max_model_len + 1) // BLOCK_TOKENS)  # with a token that vLLM generates when it scores
+    return blocks * BLOCK_TOKENS * dims.layers * 2 * heads * dims.head_dim * ITEM_BYTES[model.dtype]
+
+
+def cache_bytes(
+    model: ModelSpec, rollout: Rollout, device: str, device_memory: int | None = None, besides: int = 0
+) -> int:
     """Returns the size of the cache of an engine that starts in this process; raises ValueError without room.
 
     It follows from the sizes that the memory plan knows: a measurement would differ between starts,
@@ -89,11 +136,19 @@ def cache_bytes(model: ModelSpec, rollout: Rollout, device: str, device_memory: 
 
     Args:
         device_memory: all memory of the device; None reads it from the system.
+        besides: see `cache_filling`.
     """
 
     def memory() -> int:
-        return device_memory or _system_memory(device)
+        return device_memory or _system_memory(device, rollout.tp)
 
+    if fills_device(rollout, device):
+        total = memory()
+        cache = cache_filling(model, rollout, total, besides)
+        if cache == 0:
+            parts = f"{format_bytes(besides)} of {format_bytes(total)} are taken besides"
+            raise ValueError(f"the GPU has no room for a cache of one sequence: {parts}; see megarl plan memory")
+        return cache
     cache = EngineRankMemory.of(model, rollout, device, memory).cache
     if cache == 0:
         fraction = rollout.gpu_memory_fraction
@@ -101,10 +156,10 @@ def cache_bytes(model: ModelSpec, rollout: Rollout, device: str, device_memory: 
     return cache
 
 
-def _system_memory(device: str) -> int:
-    """Returns all memory of this process's first GPU, or of the machine."""
+def _system_memory(device: str, tp: int) -> int:
+    """Returns all memory of the smallest of this engine's GPUs, or of the machine."""
     if device == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     from vllm.platforms import current_platform
 
-    return current_platform.get_device_total_memory()
+    return min(current_platform.get_device_total_memory(index) for index in range(tp))

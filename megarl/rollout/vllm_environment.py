@@ -27,6 +27,8 @@ _CPU = {
 }
 _CUDA = {
     "TRITON_F32_DEFAULT": "ieee",  # vLLM's attention kernel for float32 would round its products to TF32
+    # FlashInfer compiles its sampler where there is an nvcc: an evaluation without seeds would depend on the machine.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 _QUIET = {  # unless they are set already
     "VLLM_LOGGING_LEVEL": "ERROR",

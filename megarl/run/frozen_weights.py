@@ -34,9 +34,15 @@ def digest_frozen_weights(config: TrainingConfig) -> FrozenDigests:
     digests: dict[str, dict[str, str]] = {}
     with ThreadPoolExecutor(_READERS) as readers:
         for field, directory in _directories(config):
-            files = _files(directory)
-            digests[field] = dict(zip([file.name for file in files], readers.map(_digest, files), strict=True))
+            digests[field] = _digests(directory, readers)
     return digests
+
+
+def digest_model(directory: Path) -> str:
+    """Returns a hexadecimal digest of the weights of a model; raises OSError if a file cannot be read."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        files = _digests(directory, readers)
+    return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
 
 
 def changed_files(kept: FrozenDigests, now: FrozenDigests) -> dict[str, list[str]]:
@@ -59,6 +65,12 @@ def _directories(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
             yield f"{role}.path", Path(checkpoint)
         elif config.model.path is not None:
             yield "model.path", Path(config.model.path)
+
+
+def _digests(directory: Path, readers: ThreadPoolExecutor) -> dict[str, str]:
+    """Returns the digests of a model's files, by name."""
+    files = _files(directory)
+    return dict(zip([file.name for file in files], readers.map(_digest, files), strict=True))
 
 
 def _files(directory: Path) -> list[Path]:

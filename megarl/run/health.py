@@ -166,6 +166,11 @@ def _against_engines(line: Line) -> bool:
     return bool(line.get("staleness/max")) and "rollout/logprob_gap" not in line
 
 
+def _learns_from_a_teacher(line: Line) -> bool:
+    """Whether nothing scores: the reference is a teacher, from which the policy may begin far away."""
+    return "objective/score" not in line
+
+
 def _clips_by_design(line: Line) -> bool:
     """Whether ratios are of sequences: their clip range is so narrow that many tokens are clipped."""
     return "policy/sequence_ratio" in line or _against_engines(line)
@@ -211,6 +216,7 @@ CHECKS: Final[Sequence[Check]] = (
     Check(
         metric="objective/kl_per_token",
         limit=1.0,
+        unless=_learns_from_a_teacher,
         advice=f"the policy is far from the reference; {_LEARNING_RATE} or raise algo.kl.coef, and read samples.jsonl",
         steps=3,
         harmful=True,
@@ -237,7 +243,7 @@ CHECKS: Final[Sequence[Check]] = (
         "too easy nor too hard, or set algo.filter",
         steps=5,
     ),
-    *map(_gradient_jump, ("policy", "value", "sft", "reward_model")),
+    *map(_gradient_jump, ("policy", "value", "sft", "dpo", "reward_model")),
     Check(
         metric="rollout/logprob_gap",
         find=_jump("rollout/logprob_gap", least=1e-3),

@@ -40,6 +40,7 @@ class RunPaths:
         self.profile = path / "profile"  # traces and kernels of the steps that `profile` names
         self.tensorboard = path / "tensorboard"
         self.skipped = path / "skipped"  # the batches of the last steps in a row with skipped optimizer steps
+        self.reference = path / "reference"  # log-probabilities that are computed once, in a folder for each model
         self.left_out = path / "left_out.jsonl"  # rows of the data that are not used
         self.checkpoint_dir = path / "checkpoints"
         self.export = path / "export"  # the trained model as a Hugging Face directory

@@ -29,6 +29,7 @@ FIXED: Final[Mapping[str, str]] = {
     **{f"critic.{field}": _WEIGHTS for field in ("path", "head", "head_std", "head_seed")},
     "critic.value_norm": "the critic's values are scaled by its moments, which are in the checkpoints",
     **{f"reward.{field}": _HEAD for field in ("path", "head_std", "head_seed")},
+    "reference.path": "the run learns from this model",
     "normalisation.before": "it scales the head before the first step",
     "actor.ema": "the checkpoints have the moving average",
     "algo.kl": "the checkpoints have the state of its controller, and of a reference that follows the actor",

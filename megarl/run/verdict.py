@@ -14,9 +14,17 @@ _INTERVAL = "_ci95"
 _SCORE = "eval/score"
 _OTHERS = ("eval/response_length", "eval/truncated_fraction")
 """Metrics of evaluations with an interval that are no scores."""
-_TRAINING_METRICS = ("objective/score", "reward_model/accuracy", "sft/loss")
-_FALLS = ("eval/loss", "sft/loss")
+_TRAINING_METRICS = (
+    "objective/score",
+    "objective/kl_per_token",  # to a teacher, where nothing scores
+    "reward_model/accuracy",
+    "sft/loss",
+    "dpo/loss",
+)
+_FALLS = ("eval/loss", "objective/kl_per_token", "sft/loss", "dpo/loss")
 """Metrics that fall in a run that learns."""
+_IMPLICIT = frozenset(("eval/logprob", "eval/logprob_chosen"))
+"""Metrics of evaluations whose accuracy is of implicit rewards."""
 _AVERAGED = 10
 _MIN_STEPS = 6
 """Averaging window, and the fewest steps for a verdict."""
@@ -96,6 +104,8 @@ def _history(lines: Sequence[Line], evaluations: Sequence[Line]) -> tuple[str, l
     for metric in (*_reported_functions(evaluations), _SCORE, "eval/accuracy", "eval/loss"):
         points: list[_Point] = []
         for line in evaluations:
+            if metric == "eval/accuracy" and not _IMPLICIT.isdisjoint(line):
+                continue  # noise where the policy still equals its reference
             if line.get(metric) is not None:
                 half_width = line.get(f"{metric}{_INTERVAL}")
                 points.append(_Point(step=line["step"], value=line[metric], half_width=half_width))

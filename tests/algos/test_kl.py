@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
 
 from megarl.algos import kl
 from tests.algos.inputs import numbers, seeds
@@ -27,6 +28,18 @@ def test_estimators_and_their_gradients_equal_the_oracles(seed: int) -> None:
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad(found.sum(), new), torch.autograd.grad(expected.sum(), new))
     torch.testing.assert_close(kl.full(new, ref), naive.full(new, ref, 1.0))
+
+
+@pytest.mark.parametrize("mix", [0.2, 0.5])
+def test_divergences_equal_those_of_categorical_distributions(mix: float) -> None:
+    random = torch.Generator().manual_seed(2)
+    logits, ref_logits = (torch.randn(5, 9, generator=random, dtype=torch.float64) for _ in range(2))
+    p, q = (Categorical(logits=rows) for rows in (logits, ref_logits))
+    between = Categorical(probs=mix * q.probs + (1 - mix) * p.probs)
+    of_q, of_p = kl_divergence(q, between), kl_divergence(p, between)
+    torch.testing.assert_close(kl.full(logits, ref_logits), kl_divergence(p, q))
+    torch.testing.assert_close(kl.full(logits, ref_logits, form="forward"), kl_divergence(q, p))
+    torch.testing.assert_close(kl.full(logits, ref_logits, form="jsd", mix=mix), mix * of_q + (1 - mix) * of_p)
 
 
 def test_estimators_are_0_at_equality_and_average_to_the_kl() -> None:

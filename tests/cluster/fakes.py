@@ -179,6 +179,10 @@ class FakeStepper:
     def tell[T](self, function: Callable[[], T]) -> T:
         return function()
 
+    @remote(phase="start")
+    def start[T](self, function: Callable[[], T]) -> T:
+        return function()
+
     @remote(phase="update")
     def fail(self) -> None:
         raise ArithmeticError("the work is a teapot")

@@ -91,9 +91,13 @@ def test_how_far_each_process_is_with_its_collectives_is_told() -> None:
     assert lines == [f"r0, {both}.", "r1, ranks 0, 1: 3 collectives begun, 3 finished."]
 
 
+def _change() -> list[str]:
+    raise RuntimeError("dictionary changed size during iteration")
+
+
 def test_a_process_writes_its_own_stacks_as_often_as_it_is_asked(tmp_path: Path) -> None:
-    """Also after an error in what it waits for."""
-    told = iter([lambda: ["one call"], lambda: {}["entries"], list, lambda: ["two", "calls"]])
+    """Also after errors in what it waits for, of which it tries RuntimeError again."""
+    told = iter([lambda: ["one call"], lambda: {}["entries"], list, _change, lambda: ["two", "calls"]])
     failed = ("what it waits for cannot be told: KeyError('entries')",)
     with answering(tmp_path / "driver.log", lambda: next(told)()):
         with answering(tmp_path / "inner" / "driver.log", lambda: ["inside"]):

@@ -22,7 +22,6 @@ from megarl.cluster.session import Session
 from megarl.cluster.step_profiler import StepProfiler
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import load
-from megarl.remote import RemoteMethod
 from megarl.stages.ppo.config import PPOConfig
 from tests.cluster.conftest import DEBUG
 from tests.cluster.fakes import FakeStepper
@@ -128,6 +127,13 @@ def test_torch_profiler_events_are_assigned_to_calls(tmp_path: Path) -> None:
     assert [event["name"] for event in events].count("aten::mm") == 4, "one of no call"
 
 
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
 @pytest.mark.process
 async def test_engine_steps_are_profiled_under_their_request(session: Session, tmp_path: Path) -> None:
     config = load(DEBUG, ["profile.steps=[1, 2, 3, 4, 5]", "run.steps=5"])
@@ -151,9 +157,11 @@ async def test_engine_steps_are_profiled_under_their_request(session: Session, t
     trace = gzip.decompress((tmp_path / "step-1-rollout-engine-0.json.gz").read_bytes())
     assert json.loads(trace)["traceEvents"]
     await work
-    starting = stepper.call(RemoteMethod[FakeStepper, [], bool](FakeStepper.step, "start"))
+    profiled_step = tmp_path / "step 2"
+    starting = stepper.call(FakeStepper.start, partial(wait_for_file, profiled_step))
     async with profiler.step(2):
         assert not starting.finished
+        profiled_step.touch()
         await starting
     async with profiler.step(3):
         ray.kill(process.actor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.config.rules import (
     algorithm_rules,
     data_rules,
@@ -10,6 +12,7 @@ from megarl.config.rules import (
     scoring_rules,
     training_rules,
 )
+from megarl.stages.dpo import config as dpo_config
 from megarl.stages.reward_model import config as reward_model_config
 from tests.config.debug import ACTOR, Cases
 
@@ -56,6 +59,37 @@ REWARD_MODEL: Cases = {
     reward_model_config.reference_samples_have_engines: [
         (["rollout=null"], "normalisation", "needs the section rollout"),
         (["normalisation=null"], "rollout", "normalisation alone"),
+    ],
+}
+
+
+def of_pairs_and_responses(chosen: Any, ref_logprobs: Any) -> Any:
+    """A loss of the user's own that reads what no step has."""
+
+
+DPO: Cases = {
+    dpo_config.losses_have_their_reference: [
+        (["groups.train.roles.reference=null"], "preference.loss.name", "under the role reference, which no group has"),
+        (["preference.loss=simpo"], "preference.loss.name", "reads no reference"),
+        (["reference.precompute=true"], "reference.precompute", "with the role reference in a group"),
+        (
+            ["reference.precompute=true", "groups.train.roles.reference=null", "preference.loss=kto"],
+            "reference.precompute",
+            "the divergence of each step",
+        ),
+        (
+            ["reference.precompute=true", "groups.train.roles.reference=null", "preference.loss=orpo"],
+            "reference.precompute",
+            "no effect with orpo",
+        ),
+    ],
+    dpo_config.losses_read_one_kind_of_rows: [
+        (["preference.loss=kto", "data.pairs_per_step=1"], "at least 2 with kto"),
+        (
+            ["preference.loss=tests.config.broken_stages:of_pairs_and_responses"],
+            "preference.loss.name",
+            "inputs of pairs and of single responses",
+        ),
     ],
 }
 

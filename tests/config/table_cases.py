@@ -79,6 +79,8 @@ UNUSED_CASES: list[tuple[str, list[str], str, str]] = [
     ("ppo", ["algo.kl={in: loss, estimator: k3}"], "algo.kl.cumulative=false", "with algo.kl.in = loss"),
     ("ppo", [], "algo.kl.importance=true", "with algo.kl.in = reward"),
     ("ppo", ["algo.kl={in: loss, estimator: full}"], "algo.kl.importance=true", "with algo.kl.estimator = full"),
+    ("ppo", ["algo.kl={in: loss, estimator: full}"], "algo.kl.estimator.mix=0.3", "form = reverse"),
+    ("ppo", ["algo.kl={in: loss, estimator: {name: full, form: forward}}"], "algo.kl.estimator.mix=0.3", "forward"),
     (
         "ppo",
         [f"{ADVANTAGES}={{name: whiten, mean_only: true}}"],

@@ -42,11 +42,11 @@ def test_every_system_has_many_keys_without_duplicates() -> None:
         keys = Counter(key for row in ROWS for key in row.keys.get(system, ()))
         assert not [key for key, count in keys.items() if count > 1], system
         assert len(keys) >= 30, (system, len(keys))
-    assert len(ROWS) == 60
+    assert len(ROWS) >= 60
 
 
 def test_trls_keys_are_fields_of_its_configurations() -> None:
-    """The file has the names in TRL 1.16.0: of GRPOConfig, RLOOConfig, SFTConfig, RewardConfig and the like."""
+    """The file has the names in TRL 1.16.0: of GRPOConfig, RLOOConfig, DPOConfig, GKDConfig, SFTConfig and the like."""
     fields = {
         *Path(__file__).with_name("trl_fields.txt").read_text(encoding="utf-8").split(),
         *(field.name for field in dataclasses.fields(TrainingArguments)),

@@ -279,7 +279,7 @@ def test_required_sections_are_named(tmp_path: Path, stage: str, sections: list[
     assert "config.json" in rules["model.path"]
 
 
-@pytest.mark.parametrize("text", ["run: {steps: 1}", "stage: dpo", "stage: 3", "stage: [sft]"])
+@pytest.mark.parametrize("text", ["run: {steps: 1}", "stage: rlhf", "stage: 3", "stage: [sft]"])
 def test_the_stage_is_checked_first(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path / "own.yaml", text))

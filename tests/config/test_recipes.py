@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,21 @@ FILES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
 TINY = ROOT / "configs/debug/base.yaml"
 
 
+def stage_of(recipe: Path) -> str:
+    return yaml.safe_load(recipe.read_text())["stage"]
+
+
+def given_for_preferences(recipe: Path, place: Path) -> dict[str, Any]:
+    """What a user adds to a recipe of stage dpo, with the roles that it names."""
+    (named,) = re.findall(r"groups \((.*?)\)", recipe.read_text())
+    return {
+        "defaults": [str(TINY), str(recipe)],
+        "run": {"dir": str(place / "run"), "steps": 100},
+        "groups": {"train": {"devices": 0, "roles": {role: {} for role in named.split(", ")}}},
+        "data": {"train": str(ROOT / "configs/debug/data/pairs.jsonl"), "max_tokens": 64},
+    }
+
+
 def given(recipe: Path, place: Path) -> dict[str, Any]:
     """What a user adds, with the roles that the recipe names."""
     own = yaml.safe_load(recipe.read_text())
@@ -27,6 +43,9 @@ def given(recipe: Path, place: Path) -> dict[str, Any]:
         "rollout": {"devices": 1, "max_new_tokens": 32, "max_model_len": 64},
         "data": {"random": {"count": 1024, "min_tokens": 4, "max_tokens": 16}},
     }
+    if "reference.path" in recipe.read_text():
+        added["reference"] = {"path": str(place)}
+        del added["groups"]["train"]["roles"]["reward"]
     if "critic" in own:
         added["critic"] = {"path": str(place)}
     if "ptx" in own:
@@ -38,9 +57,9 @@ def given(recipe: Path, place: Path) -> dict[str, Any]:
 def test_a_recipe_requires_exactly_the_fields_that_it_lists(recipe: Path, tmp_path: Path) -> None:
     model = yaml.safe_load(TINY.read_text())["model"]["random"]["config"]
     (tmp_path / "config.json").write_text(json.dumps(model))
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(given(recipe, tmp_path)))
-    config = load(tmp_path / "mine.yaml")
-    assert config.stage == "ppo"
+    adds = given if stage_of(recipe) == "ppo" else given_for_preferences
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(adds(recipe, tmp_path)))
+    assert load(tmp_path / "mine.yaml").stage == stage_of(recipe)
 
 
 @pytest.mark.parametrize("recipe", FILES, ids=lambda file: file.stem)

@@ -20,7 +20,7 @@ def test_the_table_of_contents_links_to_the_headings() -> None:
     assert sorted(links) == sorted(set(anchors) - {"contents"})
     (eval_row,) = re.findall(r"^\| \[`eval`\]\(#stage-eval\) \| (.*) \|$", contents, flags=re.MULTILINE)
     assert "[`run`](#run-eval)" in eval_row
-    assert "](#run-sft-reward_model-ppo)" not in eval_row
+    assert "](#run-sft-dpo-reward_model-ppo)" not in eval_row
 
 
 def test_every_table_row_is_one_line() -> None:

@@ -17,7 +17,7 @@ from megarl.config.schema import STAGES, stage_classes
 from megarl.config.schema.schema_walk import has_path
 from tests.config.broken_algorithms import ALGORITHMS
 from tests.config.broken_layouts import LAYOUTS
-from tests.config.broken_stages import EVAL, RAFT, REWARD_MODEL, SFT
+from tests.config.broken_stages import DPO, EVAL, RAFT, REWARD_MODEL, SFT
 from tests.config.debug import (
     ACTOR,
     DEBUG,
@@ -40,6 +40,7 @@ ALL: list[tuple[str, Cases]] = [
     ("ppo", ALGORITHMS),
     ("sft", SFT),
     ("reward_model", REWARD_MODEL),
+    ("dpo", DPO),
     ("raft", RAFT),
     ("eval", EVAL),
 ]
@@ -219,8 +220,28 @@ def test_a_long_path_is_shown_whole(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_a_role_is_checked_against_the_vocabulary(tmp_path: Path) -> None:
     other = checkpoint(tmp_path / "other", vocab_size=95)
-    for role in ("reward", "critic"):
+    for role in ("reward", "critic", "reference"):
         assert "must know the 96 token ids in use; it has 95" in refused(f"{role}.path={other}")[f"{role}.path"]
+
+
+TAUGHT = [*without("train", ["reward", "critic"]), "critic=null", "algo.advantage=none"]
+TAUGHT += ["algo.policy_loss=reinforce", "algo.scores.missing_end=null"]
+
+
+def test_a_teacher_needs_no_scores_and_nothing_that_compares_them(tmp_path: Path) -> None:
+    teacher = f"reference.path={checkpoint(tmp_path / 'teacher', hidden_size=64)}"
+    debug(*TAUGHT, teacher)
+    debug(*TAUGHT, teacher, "algo.scores.missing_end=mask")
+    found = refused(*TAUGHT, teacher, "algo.scores={clip: 3, missing_end: replace}", "reward.shuffle=true")
+    for name in ("clip", "missing_end"):
+        assert "null where nothing scores" in found[f"algo.scores.{name}"]
+    assert "false where nothing scores" in found["reward.shuffle"]
+    assert "the penalty alone is learned" in refused(*TAUGHT, teacher, FUNCTIONS)["algo.advantage"]
+    assert "reward.functions a function" in refused(*TAUGHT)["reward"]
+    moving = refused(teacher, "algo.kl.reference_sync.every=1")["algo.kl.reference_sync"]
+    assert "whose weights are another model's" in moving
+    alone = refused(*without("train", ["reference"]), "algo.kl.coef=0", teacher)
+    assert "with the role reference in a group alone" in alone["reference.path"]
 
 
 @given(devices=st.integers(1, 24), tp=st.integers(1, 12), pp=st.integers(1, 12))

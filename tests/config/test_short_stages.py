@@ -75,8 +75,10 @@ def test_settings_of_another_form_than_the_short_stages_are_refused(stage: str) 
         given(stage, select={"by": ["x"]}, advantage=["x"])
 
 
-def test_an_unknown_stage_lists_the_short_ones() -> None:
+def test_an_unknown_stage_lists_the_short_ones_or_is_a_loss_of_preferences() -> None:
     with pytest.raises(ConfigError) as caught:
         given("grppo")
     (problem,) = caught.value.problems
     assert all(name in problem.fix for name in SHORT_STAGES)
+    with pytest.raises(ConfigError, match=r"fix:  write stage: dpo, with preference: {loss: kto}"):
+        given("kto")

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.data.training_texts import load_candidates, load_demonstrations, load_pairs
+from megarl.data.training_texts import load_candidates, load_demonstrations, load_pairs, load_rated
 from tests.data.rows import encoder, jsonl
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
@@ -30,6 +30,7 @@ def rows_of(section: str) -> list[dict[str, Any]]:
         ("Demonstrations", load_demonstrations, 3),
         ("Preference pairs", load_pairs, 4),
         ("Candidates", load_candidates, 2),
+        ("Labelled responses", load_rated, 3),
     ],
 )
 def test_the_documented_rows_load(tmp_path: Path, chatml: Path, section: str, load: Any, count: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.schema import SourceFields
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.data.training_texts import load_candidates, load_pairs
+from megarl.data.training_texts import load_candidates, load_pairs, load_rated
 from tests.data.rows import encoder, jsonl, token_lists, transformers_own
 
 ASKED = {"role": "user", "content": "1+1?"}
@@ -42,6 +42,21 @@ def test_every_form_of_a_chat_is_the_same_pair(tmp_path: Path, llama: Path) -> N
     assert found == [(str(i), prompt, good, bad) for i in range(1, 6)]
     datasets.Dataset.from_list(rows[:1]).save_to_disk(tmp_path / "saved")
     assert load(SourceFields(path=str(tmp_path / "saved")), load_tokenizer(llama))[0] == found[:1]
+
+
+def test_labels_are_true_or_false(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt_ids": [5], "response_ids": [6, 0], "label": True},
+        {"prompt_ids": [5], "response_ids": [6, 0], "label": False},
+    ]
+    found = load_rated(jsonl(tmp_path, rows), encoder()).items
+    assert [text.desirable for text in found] == [True, False]
+    assert found[0].content != found[1].content, "a resumed run compares them"
+    (found,) = load_rated(jsonl(tmp_path, [{**rows[0], "label": 1}]), encoder()).items
+    assert found.desirable is True
+    for wrong in ("true", 2, 0.5, None):
+        with pytest.raises(ValueError, match=r"it must be true \(1\) for a desirable response, or false \(0\)"):
+            load_rated(jsonl(tmp_path, [{**rows[0], "label": wrong}]), encoder())
 
 
 def test_text_pairs(tmp_path: Path, llama: Path) -> None:

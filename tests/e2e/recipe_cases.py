@@ -230,6 +230,28 @@ CASES: dict[str, Case] = {
         reference=True,
         settings=Settings(actor=USUAL, shapes=[WITHIN_10], kl_coef=0.01, compare=comparisons.rloo, policy=CLIPPED),
     ),
+    "opd": Case(
+        reference=True,
+        teacher=True,
+        mini_batches=1,
+        settings=Settings(
+            actor=USUAL, kl_coef=1.0, compare=comparisons.none, cumulative=False, policy=policy.reinforce
+        ),
+    ),
+    "opd_full": Case(
+        reference=True,
+        teacher=True,
+        mini_batches=1,
+        settings=Settings(
+            actor=TORCH,
+            temperature=0.9,
+            kl_coef=1.0,
+            kl_in_loss=True,
+            kl_of_distributions=kl.jensen_shannon,
+            compare=comparisons.none,
+            policy=policy.reinforce,
+        ),
+    ),
     "grpo": Case(
         reference=True,
         mini_batches=1,

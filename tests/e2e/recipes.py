@@ -26,6 +26,7 @@ from megarl.data.schedule import mini_batch_members
 from megarl.data.stream import Stream
 from megarl.types import SampleInfo
 from tests.e2e.runs import ROOT
+from tests.megatron.tiny import save_model
 from tests.oracle import models, ppo, scores, supervised
 from tests.oracle.models import Sample
 from tests.random_models import place_random_model
@@ -58,6 +59,7 @@ MODEL = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
+TEACHER = {"vocab_size": 32, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class Case:
         changes: what the run has otherwise than the recipe, beside its model, its sizes and its rates.
         critic: where the critic's head is from, None without a critic.
         reference: whether the penalty needs one.
+        teacher: whether that is a model of another size, and nothing scores.
         divisor, shift: of the rule that scores.
         prompts, samples: of a step.
         epochs, mini_batches: of a step.
@@ -86,6 +89,7 @@ class Case:
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     critic: str | None = None
     reference: bool = False
+    teacher: bool = False
     divisor: int = DIVISOR
     shift: float = 0.0
     prompts: int = 4
@@ -106,6 +110,8 @@ def prepare(name: str, case: Case, directory: Path) -> None:
     """Writes what the run of a case needs into a directory. Not in a thread: transformers patches torch meanwhile."""
     if case.critic == "loaded":
         reward_model(directory / "judge")
+    if case.teacher:
+        save_model(directory / "teacher", "llama", **TEACHER)
     if case.mixes:
         rows = [json.dumps({"prompt_ids": ids[:1], "response_ids": ids[1:]}) for ids in TEXTS]
         (directory / "texts.jsonl").write_text("\n".join(rows) + "\n")
@@ -185,6 +191,9 @@ def _sizes(name: str, case: Case, directory: Path) -> dict[str, Any]:
         },
         "tracking": {"tensorboard": False},
     }
+    if case.teacher:
+        overlay["reference"] = {"path": str(directory / "teacher")}
+        del overlay["reward"]
     if case.critic is not None:
         overlay["critic"] = {"optimizer": moving}
     if case.critic == "loaded":
@@ -278,7 +287,11 @@ def naive(case: Case, directory: Path) -> Expected:
         )
         for step, own in enumerate(samples, 1)
     ]
-    outcome = ppo.ppo_run(actor, actor, critic_of(case, config, state, directory), iterations, settings)
+    reference = actor
+    if case.teacher:
+        of_teacher = json.loads((directory / "teacher/config.json").read_text())
+        reference = models.causal_lm(of_teacher, load_file(directory / "teacher/model.safetensors"))
+    outcome = ppo.ppo_run(actor, reference, critic_of(case, config, state, directory), iterations, settings)
     return Expected(
         actor_steps=outcome.actor_steps,
         critic_steps=outcome.critic_steps,

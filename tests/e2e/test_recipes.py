@@ -22,6 +22,7 @@ from tests.e2e.recipes import Case, Expected, naive, prepare, running
 from tests.e2e.runs import ROOT, lines
 from tests.oracle import selection
 from tests.oracle.models import Sample
+from tests.oracle.test_recipes import DIRECT
 
 pytestmark = [pytest.mark.e2e]
 
@@ -43,7 +44,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_recipe_is_tested() -> None:
-    assert set(CASES) == {file.stem for file in (ROOT / "configs/recipes").glob("*.yaml")}
+    """Those of preferences by tests/oracle/test_recipes.py."""
+    recipes = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "configs/recipes").glob("*.yaml")}
+    assert set(CASES) == {name for name, recipe in recipes.items() if recipe["stage"] == "ppo"}
+    assert set(DIRECT) == {name for name, recipe in recipes.items() if recipe["stage"] == "dpo"}
 
 
 FILTERS = {

@@ -1,4 +1,4 @@
-"""SFT and a reward model as a user runs them; their results on held-out data against transformers."""
+"""SFT, a reward model and DPO as a user runs them; their results on held-out data against transformers."""
 
 from __future__ import annotations
 
@@ -137,3 +137,90 @@ def test_unusable_rows_are_named_and_counted(rewarded: tuple[Path, str]) -> None
         counts = (line[f"data/dropped_{fault}"] for fault in ("equal", "empty", "too_long"))
         assert tuple(counts) == (2, 1, 1)
         assert line["data/epochs"] == line["step"] * 8 / 32
+
+
+@torch.no_grad()
+def response_logprobs(directory: Path, rows: list[tuple[list[int], list[int]]]) -> np.ndarray:
+    """The log-probabilities of responses to prompts, one sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    found = []
+    for prompt, response in rows:
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, :VOCABULARY]
+        chances = logits.double().log_softmax(-1).gather(1, torch.tensor(response)[:, None])
+        found.append(float(chances.sum()))
+    return np.array(found)
+
+
+def responses_of(pairs: list[dict[str, list[int]]]) -> list[tuple[list[int], list[int]]]:
+    """Prompts with responses, the chosen one of each pair first."""
+    return [(row["prompt_ids"], row[side]) for row in pairs for side in ("chosen_ids", "rejected_ids")]
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_dpo_learns_and_its_losses_equal_transformers(tmp_path: Path, precompute: bool) -> None:
+    """The reference, of another layout than the actor, keeps the initial weights, or kept log-probabilities."""
+    settings = ["preference.loss.label_smoothing=0.1"]
+    if precompute:
+        settings += ["reference.precompute=true", "groups.train.roles.reference=null"]
+        run("dpo", tmp_path / "run", *settings, "run.steps=2", "checkpoint.every=2").assert_succeeded()
+    done = run("dpo", tmp_path / "run", *settings)
+    done.assert_succeeded()
+    before, *_, after = lines(tmp_path / "run" / "evaluations.jsonl")
+    assert before["eval/loss"] == pytest.approx(math.log(2), rel=1e-5)
+    rows = responses_of(held_out("pairs"))
+    initial, trained = (response_logprobs(tmp_path / "run" / name, rows).reshape(-1, 2) for name in ("model", "export"))
+    rewards = 0.1 * (trained - initial)
+    margins = rewards[:, 0] - rewards[:, 1]
+    losses = 0.9 * np.log1p(np.exp(-margins)) + 0.1 * np.log1p(np.exp(margins))
+    assert after["eval/loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert after["eval/accuracy"] == pytest.approx((margins > 0).mean())
+    names = ("eval/chosen", "eval/rejected", "eval/logprob_chosen", "eval/logprob_rejected")
+    expected = [*rewards.mean(0), *trained.mean(0)]
+    assert [after[name] for name in names] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    steps = lines(tmp_path / "run" / "metrics.jsonl")
+    if precompute:
+        assert not any("perf/tokens/reference" in step for step in steps)
+    else:
+        assert all(step["perf/tokens/reference"] == step["perf/tokens/actor_update"] for step in steps)
+    assert all(step["dpo/entropy"] > 0 for step in steps)
+
+
+def rated(file: Path, pairs: list[dict[str, list[int]]]) -> Path:
+    """The responses of pairs, of which the chosen ones are desirable."""
+    rows = [
+        {"prompt_ids": prompt, "response_ids": response, "label": index % 2 == 0}
+        for index, (prompt, response) in enumerate(responses_of(pairs))
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_kto_learns_and_its_losses_equal_transformers(tmp_path: Path) -> None:
+    train = rated(tmp_path / "train.jsonl", lines(ROOT / "configs/debug/data/pairs.jsonl"))
+    evaluation = rated(tmp_path / "held_out.jsonl", held_out("pairs"))
+    data = [f"data.train={train}", f"data.evaluation={evaluation}", "data.pairs_per_step=16"]
+    done = run("dpo", tmp_path / "run", "preference.loss={name: kto, undesirable_weight: 0.5}", *data)
+    done.assert_succeeded()
+    before, after = lines(tmp_path / "run" / "evaluations.jsonl")
+    assert before["eval/loss"] == pytest.approx(0.75 / 2, rel=1e-5)
+    rows = responses_of(held_out("pairs"))
+    others = []
+    for index, (prompt, _) in enumerate(rows):
+        following = rows[index + 1 :] + rows[:index]
+        response = next(response for other, response in following if other != prompt)
+        others.append((prompt, response[: 64 - len(prompt)]))
+    directories = [tmp_path / "run" / name for name in ("model", "export")]
+    initial, trained = (response_logprobs(directory, rows) for directory in directories)
+    start, end = (response_logprobs(directory, others).mean() for directory in directories)
+    kl = max(0.0, end - start)
+    side = np.tile([1, -1], len(rows) // 2)
+    lead = side * 0.1 * (trained - initial - kl)
+    losses = np.tile([1, 0.5], len(rows) // 2) / (1 + np.exp(lead))
+    assert after["eval/loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert after["eval/kl"] == pytest.approx(kl, rel=1e-4, abs=1e-5)
+    assert after["eval/accuracy"] == pytest.approx((lead > 0).mean())
+    rewards = 0.1 * (trained - initial)
+    assert after["eval/desirable"] == pytest.approx(rewards[0::2].mean(), rel=1e-4, abs=1e-6)
+    assert after["eval/undesirable"] == pytest.approx(rewards[1::2].mean(), rel=1e-4, abs=1e-6)

@@ -1,4 +1,4 @@
-"""A rank on the GPU for the same jobs as on the CPU."""
+"""Ranks on GPUs for the same jobs as on the CPU."""
 
 from __future__ import annotations
 
@@ -29,5 +29,20 @@ def cuda() -> str:
 def gpu(cuda: str) -> Iterator[RankPool]:
     """One warm rank process on the first GPU, in a world of NCCL."""
     ranks = RankPool(1, device=cuda)
+    yield ranks
+    ranks.close()
+
+
+def need(gpus: int) -> None:
+    """Skips a test where there are fewer."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs, and torch sees {torch.cuda.device_count()}")
+
+
+@pytest.fixture(scope="session")
+def two_gpus(cuda: str) -> Iterator[RankPool]:
+    """Two warm rank processes, on a GPU each."""
+    need(2)
+    ranks = RankPool(2, device=cuda, gpus=2)
     yield ranks
     ranks.close()

@@ -15,6 +15,7 @@ from tests.megatron.memory import peaks
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_attention import LENGTHS, attention_errors
 from tests.megatron.test_head_sizes import SIZES, computed, distances, expected, model_of
+from tests.megatron.test_host_waits import UPDATES, without_waits
 from tests.megatron.test_memory_plan import PACK, assert_as_planned
 from tests.megatron.test_memory_plan import SIZES as PLANNED
 from tests.megatron.test_parity import check_half_precision as check_outputs
@@ -63,6 +64,12 @@ def test_gradient_errors_of_every_head_size_are_no_larger_than_hugging_faces(
     assert {name for name in ours if not ours[name] <= 1.5 * usual[name] + 1e-3} == set(), (ours, usual)
 
 
+@pytest.mark.parametrize("update", UPDATES)
+def test_the_host_waits_only_once_an_optimizer_step(gpu: RankPool, tmp_path: Path, update: str) -> None:
+    directory = save_model(tmp_path / "model", "qwen3", num_hidden_layers=2, head_dim=8)
+    gpu.run(without_waits, directory, update, world_size=1)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_updates_equal_the_cpus(gpu: RankPool, pool: RankPool, tmp_path: Path, recompute: str) -> None:
     directory = save_model(tmp_path / "model")
@@ -78,7 +85,7 @@ def test_updates_equal_the_cpus(gpu: RankPool, pool: RankPool, tmp_path: Path, r
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_allocated_memory_is_as_planned(gpu: RankPool, tmp_path: Path, dtype: str, recompute: str) -> None:
     config = hf_config("qwen2", **PLANNED, dtype=dtype)
     (found,) = gpu.run(peaks, config, PACK, recompute, tmp_path, world_size=1)
@@ -100,6 +107,7 @@ def _restored(rank: int, model: Path, other: Path, out: Path) -> None:
         train(again, 7, 1)
         restore(again, out / name)
         assert_same(snapshot(again), saved)
+        train(again, 2, 1)  # by the fused Adam, which takes its state from the device alone
 
 
 def test_a_restored_role_is_the_saved_one(gpu: RankPool, tmp_path: Path) -> None:

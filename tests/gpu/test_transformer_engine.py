@@ -1,4 +1,4 @@
-"""Transformer Engine's layers against Megatron's own: numbers and checkpoints; and the compiled kernels."""
+"""Transformer Engine's layers against Megatron's own: numbers and checkpoints; and the fused kernels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.megatron.platform.kernels import FUSED
 from megarl.types import Layout
 from tests.gpu.conftest import has_transformer_engine
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_head_sizes import computed, distances, expected
-from tests.megatron.test_kernels import check_compiled_kernels
+from tests.megatron.test_kernels import check_fused_kernels
 from tests.megatron.test_transformer_engine import check_exchange, exchanged
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool
@@ -55,5 +56,5 @@ def test_each_kind_of_layers_reads_the_checkpoint_of_the_other(installed: RankPo
     check_exchange(installed.run(exchanged, *arguments, world_size=1))
 
 
-def test_compiled_kernels_equal_the_eager_ones(cuda: str) -> None:
-    check_compiled_kernels(cuda)
+def test_fused_kernels_equal_the_reference(cuda: str) -> None:
+    check_fused_kernels(cuda, FUSED)

@@ -234,7 +234,9 @@ def test_experience_is_built_with_the_version_before_the_step_and_the_weight_of_
     trainer._value_norm, trainer._weights = {"mean": 1.0}, {"environment": 3.0}
     trainer._parts = SimpleNamespace(scorer=SimpleNamespace(token_scale=None))
     trainer.roles = {"actor": SimpleNamespace(layout=Layout(), dispatch_by_chunk=dispatch)}
-    batch: Any = SimpleNamespace(samples=SimpleNamespace(groups=np.array([0])), metrics={})
+    batch: Any = SimpleNamespace(
+        samples=SimpleNamespace(groups=np.array([0])), metrics={}, scores_by_reward={"reward": [1.0]}
+    )
     rollouts = SimpleNamespace(samples=[info("5/p/0", "p", 0)], chunks={})
     scored = SimpleNamespace(dense=None, seconds=1.5)
 

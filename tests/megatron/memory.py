@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from megarl.config.schema import Optimizer
 from megarl.config.schema.loss_specs import TextSpec
 from megarl.data.packing import pack_shape
 from megarl.data.schedule import step_schedule
-from megarl.megatron.attention import PackParams
+from megarl.megatron.attention import PackParams, pack_arrays
+from megarl.megatron.model import FusedRMSNorm
 from megarl.megatron.model_engine import ModelEngine
 from megarl.megatron.parallel import GroupCache
+from megarl.megatron.staging import to_device
 from megarl.megatron.state import plan_save
 from megarl.megatron.supervised_losses import text_loss
 from megarl.models import model_spec
@@ -42,7 +45,12 @@ def assert_planned(found: Mapping[str, int], planned: Mapping[str, int]) -> None
 
 
 def plan_of(
-    config: dict[str, Any], tokens: int, layout: Layout, recompute: Any = "none", device: str = "cpu"
+    config: dict[str, Any],
+    tokens: int,
+    layout: Layout,
+    recompute: Any = "none",
+    device: str = "cpu",
+    fused: bool = False,
 ) -> RoleMemory:
     """The plan of an actor in training."""
     optimizer = Optimizer(lr=1e-3)
@@ -54,6 +62,7 @@ def plan_of(
         layout=layout,
         recompute=recompute,
         layers="auto",
+        fused=fused,
         offload=False,
         checkpoint=None,
         new_head=None,
@@ -65,23 +74,43 @@ def plan_of(
     return role_memory(spec, model, 0, device, pack=tokens, update_pack=tokens, micro_batches=1)
 
 
-def make_actor(config: dict[str, Any], layout: Layout, rank: int, recompute: Any = "none") -> Any:
+def make_actor(
+    config: dict[str, Any], layout: Layout, rank: int, recompute: Any = "none", *, fused: bool = False
+) -> Any:
     spec = model_spec(config)
-    make = {"trainable": True, "recompute": recompute, "layers": "local"}  # whose activations the plan counts
+    make: dict[str, Any] = {"trainable": True, "recompute": recompute, "fused": fused}
+    make["layers"] = "local"  # whose activations the plan counts
     actor = ModelEngine("actor", spec, layout, rank, GroupCache(), **make)
     dtype = getattr(torch, spec.dtype)
     actor.load({name: 0.02 * torch.randn(info.shape, dtype=dtype) for name, info in actor.shard_map.params.items()})
     return actor
 
 
+class _KernelNorm(torch.autograd.Function):
+    """Keeps what CUDA's kernel of ``F.rms_norm`` keeps; on a CPU torch computes it op by op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x.float() * scale * weight).to(x.dtype)
+
+
 def kept_by_layers(
-    rank: int, config: dict[str, Any], layers: str, layout: Layout, recompute: Any, tokens: int
+    rank: int, config: dict[str, Any], layers: str, layout: Layout, recompute: Any, tokens: int, fused: bool
 ) -> list[tuple[int, int]]:
     """Bytes that the backward pass keeps of a pack and those of the plan, with two layers and with three."""
+    with mock.patch.object(FusedRMSNorm, "forward", lambda norm, x: _KernelNorm.apply(x, norm.weight, norm.eps)):
+        return _kept_by_layers(rank, config, layers, layout, recompute, tokens, fused)
+
+
+def _kept_by_layers(
+    rank: int, config: dict[str, Any], layers: str, layout: Layout, recompute: Any, tokens: int, fused: bool
+) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for count in (2, 3):
         sized = {**config, layers: count}
-        actor = make_actor(sized, layout, rank, recompute)
+        actor = make_actor(sized, layout, rank, recompute, fused=fused)
         (chunk,) = actor.model.chunks
         own = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
         kept: dict[int, torch.UntypedStorage] = {}
@@ -93,11 +122,15 @@ def kept_by_layers(
             return tensor
 
         rows = [PackRow(chunk=0, row=i, prompt_tokens=1, response_tokens=ROW_TOKENS - 1) for i in range(tokens // 64)]
-        pack = PackParams.of(pack_shape(rows, tokens), torch.device("cpu"))
+        shape = pack_shape(rows, tokens)
+        pack = PackParams.of(shape, to_device(pack_arrays(shape), torch.device("cpu")))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             chunk(torch.zeros(1, tokens, dtype=torch.int64), None, None, packed_seq_params=pack)
         found.append(
-            (sum(storage.nbytes() for storage in kept.values()), plan_of(sized, tokens, layout, recompute).update[0])
+            (
+                sum(storage.nbytes() for storage in kept.values()),
+                plan_of(sized, tokens, layout, recompute, fused=fused).update[0],
+            )
         )
     return found
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from megarl.data.packing import PackShape
-from megarl.megatron.attention import PackedAttention, PackParams
+from megarl.megatron.attention import PackedAttention, PackParams, pack_arrays
 from megarl.megatron.model import LayerNorm, RMSNorm, rms_norm
 from megarl.megatron.platform import kernels
+from megarl.megatron.staging import to_device
 
 
 def _modules() -> Any:
@@ -66,7 +67,9 @@ def _modules() -> Any:
             assert pack.max_seqlen_q == pack.max_seqlen_kv == pack.cu_seqlens_q.diff().max()
             assert attn_mask_type == AttnMaskType.causal
             shape = PackShape(cu_seqlens=pack.cu_seqlens_q.numpy(), max_seqlen=pack.max_seqlen_q)
-            return self.own(*tensors, packed_seq_params=PackParams.of(shape, tensors[0].device))
+            return self.own(
+                *tensors, packed_seq_params=PackParams.of(shape, to_device(pack_arrays(shape), tensors[0].device))
+            )
 
     class Provider(LocalSpecProvider):
         def fuse_layernorm_and_linear(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ import torch
 
 from megarl.algos.policy_loss import LossTerms
 from megarl.config.schema import CustomFunction, Optimizer
-from megarl.config.schema.training_sections import PREFERENCE_LOSSES
+from megarl.config.schema.training_sections import DIRECT_LOSSES, PREFERENCE_LOSSES
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.schedule import inference_schedule, step_schedule
 from megarl.data.training_texts import TrainingText
-from megarl.megatron.supervised_losses import PreferenceLoss, text_loss
+from megarl.megatron.supervised_losses import DirectPreferenceLoss, PreferenceLoss, text_loss
 from megarl.types import Layout, SampleInfo, TextChunk
 from tests.megatron.compare import adam_of, check, samples_of, state_of, trained
 from tests.megatron.tiny import load_role, random_head
@@ -41,7 +42,25 @@ PREFERENCES: dict[str, tuple[int, Any, Any]] = {
         supervised.pairwise(centering=0.3),
     ),
 }
-"""The losses of the reward model; those of the actor are ``sft`` and ``all tokens``, which trains on prompts, too."""
+"""The losses of the reward model."""
+
+DIRECT: dict[str, tuple[Any, Any]] = {
+    # the settings of the loss, and the naive one
+    "dpo": (DIRECT_LOSSES("dpo", beta=0.3), supervised.dpo(0.3)),
+    "smoothed": (DIRECT_LOSSES("dpo", beta=0.3, label_smoothing=0.2), supervised.dpo(0.3, 0.2)),
+    "hinge": (DIRECT_LOSSES("hinge", beta=0.3), supervised.hinge(0.3)),
+    "ipo": (DIRECT_LOSSES("ipo", beta=0.3), supervised.ipo(0.3, per_token=True)),
+    "ipo sums": (DIRECT_LOSSES("ipo", beta=0.3, per_token=False), supervised.ipo(0.3, per_token=False)),
+    "simpo": (DIRECT_LOSSES("simpo", beta=2.5, gamma=0.5), supervised.simpo(2.5, 0.5)),
+    "orpo": (DIRECT_LOSSES("orpo", beta=0.5), supervised.orpo(0.5)),
+    "cpo": (DIRECT_LOSSES("cpo", beta=0.2, alpha=0.7), supervised.cpo(0.2, 0.7)),
+    "kto": (DIRECT_LOSSES("kto", beta=0.3, desirable_weight=1.2, undesirable_weight=0.8), None),
+}
+"""The losses of the actor on preferences; its others are ``sft`` and ``all tokens``, which trains on prompts, too."""
+
+
+KL = 0.4
+"""The divergence that batches have, for KTO."""
 
 
 def own_loss(chosen: torch.Tensor, rejected: torch.Tensor, *, weight: float) -> Any:
@@ -66,13 +85,28 @@ def batches(responses: int = 2) -> list[Batch]:
         prompt, shared = ids(random.integers(1, 8)), ids(random.integers(0, 5))
         ends = [ids(length) for length in random.permutation(9)[:responses]]
         answers = tuple(np.concatenate([shared, end]) if len(shared) + len(end) else ids(1) for end in ends)
-        rows.append(TrainingText(key=str(index), prompt_ids=prompt, responses=answers, margin=float(random.normal())))
-    return [text_batch(part, 4) for part in (rows[:4], rows[4:])]
+        text = TrainingText(key=str(index), prompt_ids=prompt, responses=answers, margin=float(random.normal()))
+        if responses == 1:
+            text = replace(text, desirable=index % 3 > 0)
+        rows.append(text)
+    return [_referenced(*text_batch(part, 4), random) for part in (rows[:4], rows[4:])]
+
+
+def _referenced(samples: Any, chunks: Any, random: np.random.Generator) -> Batch:
+    """The batch with log-probabilities of its responses under a reference, about those of equal chances."""
+    referenced = []
+    for chunk in chunks:
+        lengths = np.array([len(row) for row in chunk.response_ids])
+        values = -np.log(100) * lengths + 2 * random.normal(size=len(lengths))
+        referenced.append(replace(chunk, ref_logprobs=values.astype(np.float32), kl=KL))
+    return samples, tuple(referenced)
 
 
 def make_loss(role: Any, loss: str, chunks: Any) -> Any:
     if loss in PREFERENCES:
         return partial(PreferenceLoss, role, PREFERENCES[loss][1], chunks)
+    if loss in DIRECT:
+        return partial(DirectPreferenceLoss, role, DIRECT[loss][0], chunks)
     return partial(text_loss, role)
 
 
@@ -81,11 +115,11 @@ def two_steps(rank: int, directory: Path, loss: str, layout: Layout, budget: int
     if loss in PREFERENCES:
         name, head, responses = "reward", random_head(directory), PREFERENCES[loss][0]
     else:
-        name, head, responses = "actor", None, 1
+        name, head, responses = "actor", None, 2 if loss in DIRECT and loss != "kto" else 1
     role = load_role(directory, name, layout, rank, trainable=True, head=head)
     role.start_training(SETTINGS, total_steps=2)
     before, steps = None, []
-    for samples, chunks in batches(max(responses, 2)):
+    for samples, chunks in batches(1 if loss == "kto" else max(responses, 2)):
         rows = on_all_tokens(samples) if loss == "all tokens" else samples
         plan = step_schedule(rows, layout, budget, rows_per_unit=responses).ranks[role.coords.dp]
         making = make_loss(role, loss, chunks)
@@ -98,7 +132,9 @@ def two_steps(rank: int, directory: Path, loss: str, layout: Layout, budget: int
 def naive_steps(directory: Path, loss: str) -> Naive:
     """The same of a model in a directory by the naive program; with ``all tokens``, the first is the prompt."""
     config = json.loads((directory / "config.json").read_text())
-    responses, _, naive_loss = PREFERENCES.get(loss, (2, None, None))
+    if loss == "kto":
+        return naive_kto(directory)
+    responses, _, naive_loss = PREFERENCES.get(loss, (2, None, DIRECT.get(loss, (None, None))[1]))
     steps: list[Any] = []
     for samples, chunks in batches(responses):
         rows = samples_of(list(chunks), list(samples))
@@ -109,15 +145,37 @@ def naive_steps(directory: Path, loss: str) -> Naive:
             steps.append(rows)
             continue
         margins = [float(chunks[info.chunk].margins[info.row]) for info in samples]  # pyright: ignore[reportOptionalSubscript]
+        reference = [float(chunks[info.chunk].ref_logprobs[info.row]) for info in samples]  # pyright: ignore[reportOptionalSubscript]
         preferences = []
         for start in range(0, len(rows), responses):
+            end = start + responses
             margin = margins[start] if loss == "margin" else 0.0
-            preferences.append(supervised.Preference(responses=rows[start : start + responses], margin=margin))
+            one = supervised.Preference(responses=rows[start:end], margin=margin, reference=reference[start:end])
+            preferences.append(one)
         steps.append(preferences)
     if naive_loss is None:
         return supervised.fine_tune(models.causal_lm(config, state_of(directory)), steps, adam_of(SETTINGS))
+    if loss in DIRECT:
+        actor = models.causal_lm(config, state_of(directory))
+        return supervised.train_directly(actor, steps, adam_of(SETTINGS), naive_loss)
     reward = models.headed_model(config, headed_state(directory))
     return supervised.train_reward(reward, steps, adam_of(SETTINGS), naive_loss)
+
+
+def naive_kto(directory: Path) -> Naive:
+    """The steps of single responses, of which the batches say whether they are desirable."""
+    steps: list[Any] = []
+    for samples, chunks in batches(1):
+        rows = []
+        for info, row in zip(samples, samples_of(list(chunks), list(samples)), strict=True):
+            chunk: Any = chunks[info.chunk]
+            under = [float(chunk.ref_logprobs[info.row])]
+            rows.append(
+                supervised.Preference(responses=[row], reference=under, desirable=bool(chunk.desirable[info.row]))
+            )
+        steps.append(rows)
+    actor = models.causal_lm(json.loads((directory / "config.json").read_text()), state_of(directory))
+    return supervised.train_on_rated(actor, steps, adam_of(SETTINGS), beta=0.3, weights=(1.2, 0.8), kl=KL)
 
 
 def headed_state(directory: Path) -> dict[str, torch.Tensor]:

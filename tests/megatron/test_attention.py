@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megarl.data.packing import PackShape
-from megarl.megatron.attention import PackedAttention, PackParams, arrange
+from megarl.megatron.attention import PackedAttention, PackParams, arrange, pack_arrays
+from megarl.megatron.staging import to_device
 from tests.pool import RankPool
 
 HEADS, KV_HEADS = 4, 2
@@ -34,7 +35,9 @@ def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[i
     ]
     grad = torch.randn(sum(lengths), HEADS * dim, generator=generator, dtype=torch.float64).to(dtype).double()
     inputs = [tensor.to(device, dtype).requires_grad_() for tensor in exact]
-    output = PackedAttention(config=config)(*inputs, None, packed_seq_params=PackParams.of(shape, torch.device(device)))
+    output = PackedAttention(config=config)(
+        *inputs, None, packed_seq_params=PackParams.of(shape, to_device(pack_arrays(shape), torch.device(device)))
+    )
     output.backward(grad.to(device, dtype))
 
     for tensor in exact:

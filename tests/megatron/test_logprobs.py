@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import torch
 from megarl.algos import kl
 from megarl.data.packing import scatter
 from megarl.data.schedule import inference_schedule
-from megarl.megatron import logprobs as module
 from megarl.megatron.logprobs import divergence, logprobs_and_entropy, vocab_shard
 from megarl.megatron.losses import ReferenceDivergence
 from megarl.megatron.parallel import GroupCache
@@ -52,11 +50,10 @@ def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int, fused:
     local, shard = _cut(weight, rows)
     hidden.requires_grad_()
     local.requires_grad_()
-    with patch.object(module, "compiled", lambda function: function):  # test_kernels compiles
-        logprobs, entropy = logprobs_and_entropy(
-            hidden, local, labels, shard, temperature=temperature, chunk_tokens=chunk_tokens, fused=fused
-        )
-        torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
+    logprobs, entropy = logprobs_and_entropy(
+        hidden, local, labels, shard, temperature=temperature, chunk_tokens=chunk_tokens, fused=fused
+    )
+    torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
     return logprobs.detach(), entropy.detach(), hidden.grad, local.grad
 
 
@@ -94,12 +91,15 @@ def _divergence_case() -> list[torch.Tensor]:
     return [torch.randn(*shape, generator=generator) / 2 for shape in shapes]
 
 
-def _divergence(rank: int, rows: int, temperature: float, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+def _divergence(
+    rank: int, rows: int, temperature: float, chunk_tokens: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
     hidden, weight, ref_hidden, ref_weight, grad = _divergence_case()
     (local, shard), (ref_local, _) = _cut(weight, rows), _cut(ref_weight, rows)
     hidden.requires_grad_()
     local.requires_grad_()
-    found = divergence(hidden, local, ref_hidden, ref_local, shard, temperature=temperature, chunk_tokens=chunk_tokens)
+    options = {**options, "temperature": temperature, "chunk_tokens": chunk_tokens}
+    found = divergence(hidden, local, ref_hidden, ref_local, shard, **options)
     found.backward(grad)
     return found.detach(), hidden.grad, local.grad
 
@@ -107,15 +107,17 @@ def _divergence(rank: int, rows: int, temperature: float, chunk_tokens: int) -> 
 @pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 64), (2, 19), (4, 16)])
 @pytest.mark.parametrize(("temperature", "chunk_tokens"), [(1.0, 1024), (0.7, 4)])
+@pytest.mark.parametrize("options", [{}, {"form": "forward"}, {"form": "jsd", "mix": 0.2}], ids=str)
 def test_divergence_equals_that_of_full_logits(
-    pool: RankPool, world_size: int, rows: int, temperature: float, chunk_tokens: int
+    pool: RankPool, world_size: int, rows: int, temperature: float, chunk_tokens: int, options: dict[str, Any]
 ) -> None:
     hidden, weight, ref_hidden, ref_weight, grad = _divergence_case()
     hidden.requires_grad_()
     weight.requires_grad_()
-    expected = kl.full(hidden @ weight.T / temperature, ref_hidden @ ref_weight.T / temperature)
+    logits = (hidden @ weight.T / temperature, ref_hidden @ ref_weight.T / temperature)
+    expected = kl.full(*logits, **options)
     expected.backward(grad)
-    results = pool.run(_divergence, rows, temperature, chunk_tokens, world_size=world_size)
+    results = pool.run(_divergence, rows, temperature, chunk_tokens, options, world_size=world_size)
     for found, hidden_grad, _ in results:
         torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=5e-6)
         torch.testing.assert_close(hidden_grad, hidden.grad, rtol=1e-5, atol=5e-6)
@@ -154,30 +156,46 @@ def test_chunked_bfloat16_gradients_accumulate_no_rounding(pool: RankPool) -> No
     assert errors[1] < 1.5 * errors[0], f"relative errors {errors}: more chunks, more rounding"
 
 
-def _of_roles(rank: int, actor: Path, reference: Path) -> torch.Tensor:
+def _of_roles(rank: int, actor: Path, reference: Path, layout: Layout) -> torch.Tensor:
     """[T]: the divergence at each response token of random samples, row after row, at temperature 0.7."""
     cache = GroupCache()
     roles = {
-        "actor": load_role(actor, "actor", Layout(), rank, cache),
-        "reference": load_role(reference, "reference", Layout(), rank, cache),
+        "actor": load_role(actor, "actor", layout, rank, cache, vocab_size=VOCABULARY),
+        "reference": load_role(reference, "reference", layout, rank, cache, vocab_size=VOCABULARY),
     }
     chunks, infos = random_chunks()
-    schedule = inference_schedule(infos, Layout(), 40).ranks[0]
-    found = ReferenceDivergence(roles["actor"], roles["reference"], chunks, schedule, 0.7)
+    schedule = inference_schedule(infos, layout, 40).ranks[0]
+    found = ReferenceDivergence(roles["actor"], roles["reference"], chunks, schedule, 0.7, {})
     model = roles["actor"].model
     results = run_forward(model, micro_batches(model, schedule, chunks), schedule.pack_tokens, found)
     by_chunk = scatter([row for rows in schedule.packs for row in rows], torch.cat(results).numpy())
     return torch.from_numpy(np.concatenate([by_chunk[i].values for i in sorted(by_chunk)]))
 
 
+VOCABULARY = 100
+"""Ids in use; a teacher may have more."""
+TEACHER = {"vocab_size": 120, "hidden_size": 48, "num_hidden_layers": 3, "num_key_value_heads": 2}
+
+
 @pytest.mark.dist
-def test_a_role_computes_the_divergence_from_its_reference(pool: RankPool, tmp_path: Path) -> None:
-    directories = [save_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    (found,) = pool.run(_of_roles, *directories, world_size=1)
-    config = json.loads((directories[0] / "config.json").read_text())
-    actor, reference = (causal_lm(config, state_of(directory)) for directory in directories)
+@pytest.mark.parametrize(
+    ("family", "fields", "layout"),
+    [("qwen2", {}, Layout()), ("llama", TEACHER, Layout()), ("llama", TEACHER, Layout(tp=2))],
+)
+def test_a_role_computes_the_divergence_from_its_reference(
+    pool: RankPool, tmp_path: Path, family: str, fields: dict[str, Any], layout: Layout
+) -> None:
+    actor_directory = save_model(tmp_path / "actor", seed=0)
+    reference_directory = save_model(tmp_path / "reference", family, seed=1, **fields)
+    results = pool.run(_of_roles, actor_directory, reference_directory, layout, world_size=layout.world_size)
+    models = []
+    for directory in (actor_directory, reference_directory):
+        config = json.loads((directory / "config.json").read_text())
+        models.append(causal_lm(config, state_of(directory)))
     expected = []
     for sample in samples_of(*random_chunks()):
         with torch.no_grad():
-            expected.append(kl.full(*(token_logits(model, sample) / 0.7 for model in (actor, reference))))
-    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
+            logits = [token_logits(model, sample)[:, :VOCABULARY] / 0.7 for model in models]
+            expected.append(kl.full(*logits))
+    for found in results:
+        torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)

@@ -23,18 +23,23 @@ KINDS: dict[str, dict[str, Any]] = {"qwen2": {}, "qwen3": {"head_dim": 16}, "gpt
     ("kind", "dtype", "layout", "recompute"),
     [
         *((kind, dtype, Layout(), "none") for kind in KINDS for dtype in ("float32", "bfloat16")),
+        *((kind, "bfloat16", Layout(), "selective") for kind in KINDS),
         *(("qwen2", "float32", Layout(), recompute) for recompute in ("selective", "full")),
         ("qwen2", "bfloat16", Layout(tp=2), "none"),
         ("qwen3", "float32", SPLIT, "none"),
+        ("qwen3", "bfloat16", SPLIT, "selective"),
         ("qwen3", "bfloat16", SPLIT, "full"),
     ],
     ids=str,
 )
-def test_kept_activations_are_as_planned(pool: RankPool, kind: str, dtype: str, layout: Layout, recompute: str) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["reference", "fused"])
+def test_kept_activations_are_as_planned(
+    pool: RankPool, kind: str, dtype: str, layout: Layout, recompute: str, fused: bool
+) -> None:
     """Within 1%: lengths of sequences, and what the router keeps of its choices, are not planned."""
     config = hf_config(kind, **KINDS[kind], dtype=dtype)
     layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
-    found = pool.run(kept_by_layers, config, layers, layout, recompute, TOKENS, world_size=layout.tp)
+    found = pool.run(kept_by_layers, config, layers, layout, recompute, TOKENS, fused, world_size=layout.tp)
     for (two, planned_two), (three, planned_three) in found:
         assert three - two == pytest.approx(planned_three - planned_two, rel=0.01)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from megarl.data.schedule import inference_schedule, update_schedules
 from megarl.megatron import offload
 from megarl.megatron.offload import host_sizes
 from megarl.megatron.parallel import GroupCache
+from megarl.megatron.state import plan_save, restore_role
 from megarl.megatron.supervised_losses import text_loss
 from megarl.megatron.worker import Offloader
 from megarl.types import Layout
@@ -54,8 +58,16 @@ def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) ->
     (plan,) = update_schedules(infos, LAYOUT, 40, mini_batches=1, epochs=1, seed=0, step=0)
     own, inference = plan.ranks[actor.coords.dp], inference_schedule(infos, LAYOUT, 40).ranks[actor.coords.dp]
     taking = Offloader({"actor": actor, "reference": other}, {"actor", "reference"} if turns else ())
-    steps, released = [], []
+    steps, passes, released = [], [], []
     for _ in range(3):
+        if turns:
+            with _moved() as weights:
+                _check_weights_suffice(taking, actor, passes, inference, own, rollouts)
+            with _moved() as rest:
+                taking.onload("actor")
+            assert not weights & rest, "a storage was moved twice"
+        else:
+            passes.append(actor.logprobs(inference, rollouts, temperature=1.0))
         steps += taking.onload("actor").update([own], rollouts, loss_of(actor))
         gradients = actor.optimizer._gradient_buffers()
         parameters = [*actor.model.parameters().values()]
@@ -65,18 +77,57 @@ def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) ->
         released.append({"before": before, "after": _nbytes([*parameters, *state]), "gradients": _nbytes(gradients)})
         if turns:
             _check_use_fails(actor, inference, own, rollouts)
-    last = taking.onload("actor").logprobs(inference, rollouts, temperature=1.0)
+    passes.append(taking.onload("actor", weights_only=True).logprobs(inference, rollouts, temperature=1.0))
     taking.offload_all()
     taking.offload_all()
     taking.onload("actor", "reference")
     other.model.require_memory()
     return {
         "steps": steps,
-        "logprobs": None if last is None else {chunk: rows.values.copy() for chunk, rows in last.items()},
+        "logprobs": [None if one is None else {i: rows.values.copy() for i, rows in one.items()} for one in passes],
         "held": {name: tensor.clone() for name, tensor in held.items()},
         "state": [tensor.detach().clone() for tensor in (*actor.optimizer.state(), *actor.ema.values.values())],
         "released": released,
     }
+
+
+@contextmanager
+def _moved() -> Iterator[set[int]]:
+    """The storages that get memory again in the block; they may not get it twice."""
+    storages: set[int] = set()
+    restore = offload.HostCopy.restore
+
+    def restored(copy: offload.HostCopy) -> None:
+        found = {storage._cdata for storage, _ in copy.parts}
+        assert not storages & found
+        storages.update(found)
+        restore(copy)
+
+    with patch.object(offload.HostCopy, "restore", restored):
+        yield storages
+
+
+def _check_weights_suffice(taking: Offloader, actor: Any, passes: Any, inference: Any, own: Any, rollouts: Any) -> None:
+    """A forward pass of a role that is away brings its weights alone, and the role may go and come again."""
+    taking.onload("reference")
+    for _ in range(2):
+        taking.onload("actor", weights_only=True)
+        weights = [*actor.model.parameters().values()]
+        held = {weight.untyped_storage()._cdata for weight in weights}
+        state = [*actor.optimizer.state(), *actor.ema.values.values()]
+        rest = [tensor for tensor in state if tensor.untyped_storage()._cdata not in held]
+        assert _nbytes(weights) > 0
+        assert rest
+        assert _nbytes(rest) == 0
+    passes.append(actor.logprobs(inference, rollouts, temperature=1.0))
+    for use in (
+        lambda: actor.update([own], rollouts, loss_of(actor)),
+        lambda: plan_save(actor, Path("nowhere")),
+        lambda: restore_role(actor, Path("nowhere")),
+        lambda: actor.scale_head(1.0),
+    ):
+        with pytest.raises(RuntimeError, match="its optimizer state has no memory; onload it first"):
+            use()
 
 
 def _check_use_fails(actor: Any, inference: Any, own: Any, rollouts: Any) -> None:
@@ -147,6 +198,51 @@ def test_offloaded_memory_is_returned_to_the_system(pool: RankPool, tmp_path: Pa
     assert found["freed after the update"] > 0.9 * found["gradients"]
     assert found["released"] > 2.9 * found["gradients"]
     assert abs(found["grown by offloading"]) < 0.1 * found["released"]
+
+
+def _frozen(rank: int, directory: Path, frozen: bool) -> dict[str, Any]:
+    """The values of a role that is offloaded and comes back, twice, and the shared memory that this rank has mapped."""
+    rollouts, infos = random_chunks()
+    role = load_role(directory, "reference", LAYOUT, rank, frozen=frozen)
+    schedule = inference_schedule(infos, LAYOUT, 40).ranks[role.coords.dp]
+    passes = []
+    for _ in range(3):
+        found = role.logprobs(schedule, rollouts, temperature=1.0)
+        passes.append(None if found is None else {chunk: rows.values.copy() for chunk, rows in found.items()})
+        assert role.offload() > 0
+        assert role.offload() == 0
+        assert _nbytes(role.model.chunks[0].parameters()) == 0
+        role.onload(weights_only=True)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    shared = {line.split()[4] for line in maps if "memfd:megarl-recv" in line}
+    return {"passes": passes, "shared": shared, "weights": (role.coords.tp, role.coords.pp)}
+
+
+@pytest.mark.dist
+def test_a_frozen_roles_copy_is_shared_by_its_replicas(pool: RankPool, tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    alone = pool.run(_frozen, directory, False, world_size=LAYOUT.world_size)
+    found = pool.run(_frozen, directory, True, world_size=LAYOUT.world_size)
+    memory: dict[Any, set[str]] = {}
+    for result, usual in zip(found, alone, strict=True):
+        torch.testing.assert_close(result["passes"], [usual["passes"][0]] * 3, rtol=0, atol=0)
+        (inode,) = result["shared"] - usual["shared"]
+        memory.setdefault(result["weights"], set()).add(inode)
+    assert [len(inodes) for inodes in memory.values()] == [1, 1]
+    assert len(set.union(*memory.values())) == 2
+
+
+def _unmapped(rank: int, directory: Path) -> set[str]:
+    with patch.object(offload, "map_host", side_effect=ValueError("forbidden")):
+        return _frozen(rank, directory, True)["shared"]
+
+
+@pytest.mark.dist
+def test_replicas_that_may_not_map_each_others_memory_keep_copies(pool: RankPool, tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    before = pool.run(_frozen, directory, False, world_size=LAYOUT.world_size)
+    found = pool.run(_unmapped, directory, world_size=LAYOUT.world_size)
+    assert [shared - earlier["shared"] for shared, earlier in zip(found, before, strict=True)] == [set()] * 4
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (1 << 20) + 1, 3 << 20, (1 << 24) - 1, 4096 * 11008 * 4])

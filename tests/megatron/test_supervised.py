@@ -20,6 +20,7 @@ from tests.megatron.compare import state_of, trained
 from tests.megatron.families import FAMILIES, MIXTURES, MODELS
 from tests.megatron.samples import random_chunks
 from tests.megatron.supervised import (
+    DIRECT,
     PREFERENCES,
     SETTINGS,
     Naive,
@@ -63,6 +64,9 @@ CASES = [
     ("plain", "pairwise", replace(INTERLEAVED, dp=2), 40),
     # The second step has three preferences: one of four replicas has none.
     *(("plain", loss, layout, 40) for loss in PREFERENCES for layout in (replace(SP2, pp=2), DP4)),
+    *(("plain", loss, layout, 40) for loss in DIRECT for layout in (replace(SP2, pp=2), DP4)),
+    *(("plain", "dpo", layout, 40) for layout in (ONE, replace(INTERLEAVED, dp=2))),
+    *((name, "dpo", replace(SP2, dp=2, ep=2), 40) for name in ("mixtral", "qwen3_moe")),
 ]
 
 
@@ -93,7 +97,7 @@ def test_steps_equal_the_naive_ones(
     layout = _by_tp(layout, model)
     directory, naive = made(model, loss)
     results = pool.run(two_steps, directory, loss, layout, budget, world_size=layout.world_size)
-    if loss in PREFERENCES:
+    if loss in PREFERENCES or loss in DIRECT:
         assert 0 < sum(step.metrics["accuracy"] for step in naive[0]) < 2, "preferences of both kinds"
     check_steps(results, naive, headed_state(directory) if loss in PREFERENCES else state_of(directory))
 

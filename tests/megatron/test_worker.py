@@ -124,12 +124,15 @@ def test_middle_stages_fetch_no_columns(pool: RankPool) -> None:
 def _given_to_engines(rank: int, overrides: list[str]) -> list[str]:
     done: list[str] = []
 
+    def onload(*, weights_only: bool) -> None:
+        done.append("weights" if weights_only else "onload")
+
     def update(*_: Any) -> list[Any]:
         done.append("update")
         return []
 
     worker: Any = MegatronWorker(load("configs/debug/grpo.yaml", overrides), "train", rank)
-    worker._roles["actor"] = SimpleNamespace(reports=False, onload=lambda: done.append("onload"), update=update)
+    worker._roles["actor"] = SimpleNamespace(reports=False, onload=onload, update=update)
     with patch.object(torch.cuda, "empty_cache", lambda: done.append("empty")):
         worker.update("actor", UpdateRequest(schedules=[], chunks={}, kl_coef=0.0))
         worker.offload_all()

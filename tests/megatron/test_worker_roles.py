@@ -37,6 +37,8 @@ def _one_step(rank: int, port: int, model: Path, out: Path) -> Any:
     passes = inference_schedule(everything, layout, 40).ranks[0]
     request = ForwardRequest(schedule=passes, chunks=chunks())
     columns = experience(everywhere(worker.logprobs("actor", request)))
+    with pytest.raises(RuntimeError, match="optimizer state has no memory"):
+        worker._roles["actor"].require_state()
     own, along = under_one_length(
         step_schedule([everything[i] for i in STEPS[0]], layout, 40),
         step_schedule([texts[i] for i in TEXTS[0]], layout, 40),

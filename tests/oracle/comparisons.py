@@ -87,6 +87,11 @@ def masked_rloo(samples: Sequence[Sample], scores: Scores) -> list[float]:
     return advantages
 
 
+def none(samples: Sequence[Sample], scores: Scores) -> list[float]:
+    """Nothing is compared."""
+    return [0.0] * len(samples)
+
+
 def remax(samples: Sequence[Sample], scores: Scores) -> list[float]:
     """score - score of the greedy response."""
     return [

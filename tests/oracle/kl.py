@@ -48,6 +48,13 @@ def full(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     return (ours.exp() * (ours - theirs)).sum(-1)
 
 
+def jensen_shannon(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
+    """[R]: half of the KL of each from the mean of both."""
+    ours, theirs = (torch.softmax(x / temperature, -1) for x in (logits, ref_logits))
+    mean = (ours + theirs) / 2
+    return sum((part * torch.log(part / mean)).sum(-1) / 2 for part in (ours, theirs))
+
+
 def adapted(coef: float, kl: float, episodes: int, *, target: float, horizon: float) -> float:
     """The coefficient after a step of some episodes, whose KL was measured."""
     error = min(max(kl / target - 1, -0.2), 0.2)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from tests.oracle import advantages, aggregation, comparisons, kl, normalisation, policy, scores, values
 from tests.oracle.adam import Adam, AdamSettings, averaged
-from tests.oracle.models import Sample, token_statistics, token_values
+from tests.oracle.models import Sample, token_logits, token_statistics, token_values
 
 Numbers = Sequence[float]
 
@@ -45,6 +45,7 @@ class Settings:
     kl_coef: float = 0.0
     kl_estimate: Callable[[Tensor, Tensor], Tensor] = kl.k1
     kl_in_loss: bool = False
+    kl_of_distributions: Callable[[Tensor, Tensor, float], Tensor] | None = None
     kl_target: float | None = None
     kl_horizon: float = 10000.0
     cumulative: bool = True
@@ -75,6 +76,7 @@ class Experience:
     rewards: list[float] = field(default_factory=list)
     old_values: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)
+    ref_logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +226,7 @@ def _measured(actor: nn.Module, reference: nn.Module, critic: Any, sample: Sampl
         advantages=[],
         weights=weights,
         learnt=0.0 if settings.mask_unfinished and not sample.finished else 1.0,
+        ref_logits=token_logits(reference, sample).detach(),
     )
 
 
@@ -299,6 +302,9 @@ def policy_terms(
     penalty: dict[str, Tensor] = {}
     if settings.kl_in_loss:
         estimate = settings.kl_estimate(new, new.new_tensor(experience.ref_logprobs))
+        if settings.kl_of_distributions is not None:
+            logits = token_logits(actor, sample), experience.ref_logits
+            estimate = settings.kl_of_distributions(*logits, settings.temperature)
         loss = loss + settings.kl_coef * estimate
         penalty["kl"] = estimate.detach()
     return experience.learnt * loss, {

@@ -15,12 +15,12 @@ import torch
 import yaml
 from torch import Tensor
 
-from megarl.algos.registry import POLICY_LOSSES, ROLLOUT_WEIGHTS, VALUE_LOSSES, bound
-from megarl.config.schema import Algo, Reward
+from megarl.algos.registry import DIRECT_LOSSES, POLICY_LOSSES, ROLLOUT_WEIGHTS, VALUE_LOSSES, bound
+from megarl.config.schema import Algo, PreferenceTraining, Reward
 from megarl.loop.scoring import reward_weights, total_scores
 from tests.e2e.recipe_cases import CASES
 from tests.megatron.samples import random_chunks
-from tests.oracle import scores
+from tests.oracle import scores, supervised
 from tests.oracle.models import Sample
 
 PPO = [name for name, case in CASES.items() if case.select is None]
@@ -115,3 +115,46 @@ def test_a_recipes_correction_weights_equal_its_sources(name: str) -> None:
     (of_source,) = weigh
     pairs = zip(split(old), split(rollout), strict=True)
     same(found, [torch.tensor(of_source(one.tolist(), other.tolist()), dtype=torch.float64) for one, other in pairs])
+
+
+DIRECT: dict[str, Any] = {
+    "dpo": supervised.dpo(0.01),
+    "ipo": supervised.ipo(0.01, per_token=True),
+    "simpo": supervised.simpo(2.0, 1.0),
+    "orpo": supervised.orpo(0.1),
+    "kto": None,
+}
+"""The losses of the sources of the recipes for preferences."""
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_a_recipes_loss_of_preferences_equals_its_sources(name: str) -> None:
+    """On log-probabilities near those of a reference, and far from them."""
+    recipe = Path(__file__).parents[2] / f"configs/recipes/{name}.yaml"
+    loss = PreferenceTraining.model_validate(yaml.safe_load(recipe.read_text())["preference"]).loss
+    own = bound(DIRECT_LOSSES, loss.name, loss.options)
+    random = torch.Generator().manual_seed(3)
+    for far in (0.1, 3.0, 40.0):
+        tokens = [-3 * torch.rand(length, generator=random, dtype=torch.float64) - 0.1 for length in (4, 7)]
+        under = [part.sum() + far * torch.randn((), generator=random, dtype=torch.float64) for part in tokens]
+        if name == "kto":
+            kl = torch.tensor(0.7, dtype=torch.float64)
+            for desirable in (True, False):
+                terms = own(tokens[0].sum()[None], under[0][None], torch.tensor([float(desirable)]), kl)
+                reward = 0.1 * (tokens[0].sum() - under[0] - kl)
+                chance = 1 / (1 + torch.exp(-reward if desirable else reward))
+                assert terms.values.item() == pytest.approx(1 - chance.item(), rel=1e-9)
+            continue
+        inputs = {
+            "chosen": tokens[0].sum()[None],
+            "rejected": tokens[1].sum()[None],
+            "ref_chosen": under[0][None],
+            "ref_rejected": under[1][None],
+            "chosen_tokens": torch.tensor([4.0]),
+            "rejected_tokens": torch.tensor([7.0]),
+        }
+        pair = supervised.Preference(responses=(), reference=[float(part) for part in under])
+        expected, rewards = DIRECT[name](pair, tokens)
+        terms = own(**{key: inputs[key] for key in DIRECT_LOSSES.reads(name)})
+        assert terms.values.item() == pytest.approx(expected.item(), rel=1e-9)
+        assert terms.metrics["margin"].item() == pytest.approx((rewards[0] - rewards[1]).item(), rel=1e-9)

@@ -15,11 +15,13 @@ from megarl.cli import app
 from megarl.config import ConfigError, load
 from megarl.models import model_spec
 from megarl.preflight.device_memory import check_memory
-from megarl.preflight.memory_plan import PhaseMemory, plan_memory
-from megarl.rollout.engine_memory import cache_bytes
+from megarl.preflight.memory_plan import PhaseMemory, besides_cache, plan_memory
+from megarl.preflight.nccl_memory import CHANNEL, COMMUNICATOR, NVLS, PEER
+from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes
 from megarl.stages.ppo.config import PPOConfig
 
 GIB = 1 << 30
+MIB = 1 << 20
 MODEL = {
     "model_type": "qwen2",
     "dtype": "bfloat16",
@@ -91,7 +93,7 @@ def test_role_states_by_hand(tmp_path: Path) -> None:
         assert phase.engine == found["generate"].engine > GIB, "an allocator and the graphs keep it"
     assert found["sync"].buckets == 4 * 2 * PARAMETERS  # a bucket of 256 MiB would be larger than the model
     update = found["update"]
-    assert update.stepping == 4 * PARAMETERS
+    assert update.stepping == 4 * 1280 * 256, "Adam is fused: the clipped gradient of the embedding"
     fixed = update.exact + update.process + update.engine
     assert update.peak == fixed + update.activations + update.logits
 
@@ -107,7 +109,7 @@ def test_replicas_shard_the_optimizer_and_stages_the_layers(tmp_path: Path) -> N
     stages = [phases(path, "rollout.devices=3", f"{actor}.pp=2", device=device)["update"] for device in (0, 1)]
     embedding, layers = 1280 * 256, 2 * LAYER
     assert [stage.parameters for stage in stages] == [2 * (embedding + layers), 2 * (embedding + layers + 256)]
-    kept = stages[1].activations - 4096 * (3 * 512 + 256 * 8 + 4)  # but for the last norm and the head's input
+    kept = stages[1].activations - 4096 * (3 * 512 + 256 * 4 + 4)  # but for the last norm and the head's input
     assert stages[0].activations == 2 * kept + 4096 * 512, "the first stage has two micro-batches in progress"
     assert [bool(stage.logits) for stage in stages] == [False, True]
 
@@ -120,8 +122,10 @@ def test_sleeping_engines_and_offloaded_roles_free_their_memory(tmp_path: Path) 
     assert (generate.parameters, generate.optimizer, generate.offloaded) == (0, 0, actor + reference)
     assert (generate.weights, generate.cache) == (2 * PARAMETERS, 2 * GIB)
     assert (update.parameters, update.optimizer, update.offloaded) == (2 * PARAMETERS, 12 * PARAMETERS, reference)
-    assert (update.weights, update.cache, update.engine) == (0, 0, GIB), "graphs stay"
-    assert (sync.weights, sync.cache, sync.engine) == (2 * PARAMETERS, 0, GIB)
+    stays = GIB + 1024 * (4 * 1280 + 1280 // 8) + 32 * MIB  # graphs, counts of tokens, workspace of cuBLAS
+    assert (update.weights, update.cache, update.engine) == (0, 0, stays)
+    assert (sync.weights, sync.cache, sync.engine) == (2 * PARAMETERS, 0, stays)
+    assert update.process == 2 * (6 * GIB // 10) + 2 * 32 * MIB, "the trainer has a workspace for each pass"
 
 
 def test_a_checkpoint_that_is_written_during_the_steps_takes_memory(tmp_path: Path) -> None:
@@ -161,14 +165,17 @@ def test_recomputation_reduces_memory(tmp_path: Path) -> None:
 
 
 def test_norms_of_transformer_engine_keep_less(tmp_path: Path) -> None:
-    """Of each norm, the input and the output in 16 bits; Megatron's RMSNorm also keeps a quotient in float32."""
+    """Of each norm, the input and the output in 16 bits; op by op, RMSNorm also keeps the input in float32."""
     path = written(tmp_path)
+    reference = "model.kernels=reference"
     own, fused = (
-        phases(path, f"model.layers={kind}")["update"].activations for kind in ("local", "transformer_engine")
+        phases(path, reference, f"model.layers={kind}")["update"].activations
+        for kind in ("local", "transformer_engine")
     )
     norm, fused_norm = 256 * (2 + 4 + 2) + 4, 256 * (2 + 2) + 8
     assert own - fused == 4096 * (2 * 4 + 1) * (norm - fused_norm)
-    assert phases(path)["update"].activations == own, "auto may find none, and is planned as Megatron's own"
+    auto = phases(path, reference)["update"].activations
+    assert auto == own, "it may find none, and is planned as Megatron's own"
 
 
 def test_packs_are_no_longer_than_the_tokens_of_a_step(tmp_path: Path) -> None:
@@ -214,7 +221,11 @@ def test_an_engine_on_a_cpu_has_a_copy_of_its_output_layer_and_a_buffer(tmp_path
     [
         (["rollout.kv_cache_mib=8000"], "generate", "lower rollout.kv_cache_mib"),
         (["rollout.kv_cache_mib=null", "rollout.gpu_memory_fraction=0.99"], "generate", "rollout.gpu_memory_fraction"),
-        (["groups.train.roles.actor.tokens_per_micro_batch=999999"], "update", "roles.actor.recompute=full"),
+        (
+            ["model.kernels=reference", "groups.train.roles.actor.tokens_per_micro_batch=999999"],
+            "update",
+            "roles.actor.recompute=full",
+        ),
     ],
 )
 def test_a_run_that_may_not_fit_is_warned_about_with_a_setting_that_helps(
@@ -240,8 +251,9 @@ FRACTION = ["rollout.kv_cache_mib=null", "rollout.gpu_memory_fraction=0.5"]
 def test_the_gpu_memory_fraction_includes_all_of_an_engine(tmp_path: Path) -> None:
     path, alone = written(tmp_path), ["rollout.devices=3", "cluster.device_memory_gib=24"]
     (generate,) = [found for name, found in phases(path, *FRACTION, *alone, device=3).items() if name == "generate"]
-    assert generate.peak == 12 * GIB
-    assert generate.peak == generate.weights + generate.cache + generate.engine + generate.process
+    assert generate.peak - generate.nccl == 12 * GIB
+    assert generate.weights + generate.cache + generate.engine + generate.process == 12 * GIB
+    assert generate.nccl == 4 * CHANNEL, "from the actor"
     given = load(path, [*FRACTION, *alone])
     assert isinstance(given, PPOConfig)
     model = model_spec(given.model.hf_config())
@@ -265,6 +277,88 @@ def test_a_fraction_that_leaves_no_cache_is_refused(tmp_path: Path) -> None:
     assert isinstance(given, PPOConfig)
     with pytest.raises(ValueError, match="leaves no cache"):
         cache_bytes(model_spec(given.model.hf_config()), given.rollout, "cuda", 3 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "groups", "senders"),
+    [
+        ([], [0], 0, 0),
+        # An engine's trainer has all weights.
+        (["groups.train.devices=0-3", "rollout.devices=0-3"], [0, 3], COMMUNICATOR + 4 * NVLS, 0),
+        (
+            ["groups.train.devices=0-3", "rollout.devices=0-3", "rollout.tp=2", "tp=2"],
+            [0, 3],
+            4 * COMMUNICATOR + 4 * NVLS,  # TP, DP, all four and the engine's
+            3,
+        ),
+        (["groups.train.devices=0-2", "rollout.devices=0-2", "pp=3"], [0, 1], 2 * PEER + COMMUNICATOR + 3 * NVLS, 2),
+        (["groups.train.devices=0-1", "rollout.devices=2-3", "pp=2"], [2, 3], 0, 2),
+    ],
+)
+def test_buffers_of_nccl(tmp_path: Path, changes: list[str], devices: list[int], groups: int, senders: int) -> None:
+    """Those of each group of a layout and of an engine's ranks, and of each sender to it."""
+    given: list[str] = []
+    for change in changes:
+        split = change.startswith(("tp", "pp"))
+        given += [f"groups.train.roles.{role}.{change}" for role in ("actor", "reference")] if split else [change]
+    for device in devices:
+        found = phases(written(tmp_path), *given, device=device)
+        nbytes = groups + senders * 4 * CHANNEL
+        assert {phase.nccl for phase in found.values()} == {nbytes}
+        cpu = phases(written(tmp_path), *given, "cluster.device=cpu", device=device)
+        assert {phase.nccl for phase in cpu.values()} == {0}
+
+
+SEQUENCE = 33 * BLOCK_TOKENS * 4 * 2 * 4 * 32 * 2
+"""Keys and values of 1024 tokens and one, in blocks, of 4 layers with 4 heads in 16 bits."""
+NULL = "rollout.kv_cache_mib=null"
+
+
+def test_a_cache_of_no_configured_size_fills_the_gpu(tmp_path: Path) -> None:
+    """Beside what is there with it: in `generate` if the engine sleeps, else in every phase."""
+    path, room = written(tmp_path), "cluster.device_memory_gib=4"
+    roles = [f"groups.train.roles.{role}.offload=true" for role in ("actor", "reference")]
+    for sleeps in (["rollout.sleep=true"], ["rollout.sleep=true", *roles], ["rollout.sleep=false"]):
+        given = load(path, [NULL, room, *sleeps])
+        found = phases(path, NULL, room, *sleeps)
+        held = [phase for phase in found.values() if phase.cache]
+        assert (held == [found["generate"]]) == ("rollout.sleep=true" in sleeps)
+        (cache,) = {phase.cache for phase in held}
+        assert SEQUENCE < cache < 1024 * SEQUENCE
+        assert max(phase.peak for phase in held) == int(0.95 * 4 * GIB)
+        assert isinstance(given, PPOConfig)
+        model = model_spec(given.model.hf_config())
+        assert cache_bytes(model, given.rollout, "cuda", 4 * GIB, besides_cache(given)) == cache  # the engine's
+    assert phases(path, NULL, "cluster.device_memory_gib=80")["generate"].cache == 1024 * SEQUENCE
+    assert phases(path, NULL, "cluster.device=cpu")["generate"].cache == 4 * GIB
+    assert besides_cache(load(path, [NULL, "cluster.device=cpu"])) == 0
+
+
+def test_all_caches_are_as_large_as_the_fullest_gpu_allows(tmp_path: Path) -> None:
+    engines = ["rollout.devices=0-3", "rollout.tp=2", "cluster.device_memory_gib=3"]
+    found = [phases(written(tmp_path), NULL, *engines, device=device) for device in range(4)]
+    (cache,) = {plan["generate"].cache for plan in found}
+    assert max(phase.peak for phase in found[0].values()) == int(0.95 * 3 * GIB)
+    assert SEQUENCE / 2 < cache < 1024 * SEQUENCE / 2, "each rank has half of the heads"
+
+
+def test_a_gpu_without_room_for_a_sequence_is_refused_before_the_start(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    result = plan(path, NULL, "cluster.device_memory_gib=2")
+    assert result.exit_code == 2
+    assert "rollout.kv_cache_mib" in result.stderr
+    assert "set rollout.sleep=true" in result.stderr
+    given = load(path, [NULL])
+    assert isinstance(given, PPOConfig)
+    with pytest.raises(ValueError, match="no room for a cache of one sequence"):
+        cache_bytes(model_spec(given.model.hf_config()), given.rollout, "cuda", 2 * GIB, besides_cache(given))
+
+
+def test_on_gpus_of_unknown_memory_the_plan_counts_a_cache_and_says_so(tmp_path: Path) -> None:
+    path, cluster = written(tmp_path), "cluster.address=10.0.0.1:6379"
+    assert phases(path, NULL, cluster, "rollout.max_model_len=4096")["generate"].cache == 4 * GIB
+    assert "KV cache is counted as 4 GiB" in plan(path, NULL, cluster).stdout
+    assert "KV cache is counted" not in plan(path, NULL, cluster, "cluster.device_memory_gib=80").stdout
 
 
 def test_virtual_devices_share_the_memory_of_the_machine(tmp_path: Path) -> None:

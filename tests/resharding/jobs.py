@@ -17,8 +17,10 @@ import torch.distributed as dist
 from megarl.models import ModelSpec, model_spec
 from megarl.resharding import Connection, Receiver, Sender, SyncError, SyncSpec, SyncStats, connect
 from megarl.resharding.buckets import bucket_views, recv_views
-from megarl.resharding.sync_barrier import PeerError
+from megarl.resharding.sync_barrier import PeerError, open_store
+from megarl.resharding.transfers.cuda import NcclTransport
 from megarl.resharding.transfers.gloo import GlooTransfer as Transfer
+from megarl.resharding.transfers.gloo import GlooTransport
 from megarl.resharding.transfers.transfer import Transport, Write
 from megarl.types import Layout
 from megarl.weights.plan import Message, TransferPlan
@@ -52,14 +54,20 @@ def single_map() -> ShardMap:
     return spec_of().vllm_map(1, 0)
 
 
+def single_holders() -> list[Holder]:
+    """A trainer and an engine of the same shards."""
+    return [Holder(rank=rank, map=single_map()) for rank in range(2)]
+
+
 def single_plan() -> TransferPlan:
-    """From a trainer to an engine of the same shards: rank 0 to rank 1."""
-    return plan([Holder(rank=0, map=single_map())], [Holder(rank=1, map=single_map())], 4096)
+    """From rank 0 to rank 1."""
+    trainer, engine = single_holders()
+    return plan([trainer], [engine], 4096)
 
 
-def weights(shard_map: ShardMap, scale: float = 1.0) -> dict[str, torch.Tensor]:
+def weights(shard_map: ShardMap, scale: float = 1.0, model: ModelSpec | None = None) -> dict[str, torch.Tensor]:
     """A holder's parameters; every canonical element has a value of its own (exact in float32)."""
-    arrays = held(shard_map, numbered(spec_of().canonical()))
+    arrays = held(shard_map, numbered((model or spec_of()).canonical()))
     return {name: torch.from_numpy((array * scale).astype(np.float32)) for name, array in arrays.items()}
 
 
@@ -205,21 +213,66 @@ def two_syncs(rank: int, spec: SyncSpec) -> Any:
     return [first, second], once, me.loaded, me.order, carried, me.state
 
 
-def colocated(rank: int, spec: SyncSpec, device: str) -> tuple[SyncStats, dict[str, torch.Tensor]]:
-    """The trainer and the engine of ``single_plan`` on one device: statistics, and what has been loaded."""
+def synced(
+    rank: int, spec: SyncSpec, holders: Sequence[Holder], model: ModelSpec, device: str
+) -> tuple[SyncStats, dict[str, torch.Tensor]]:
+    """One rank of a sync, a trainer's if it sends: its statistics, and what has been loaded.
+
+    Args:
+        holders: of both sides, by rank.
+        model: whose numbered elements are sent.
+        device: "cpu", or "cuda" for the one GPU that the process sees.
+    """
+    own = holders[rank].map
     connection = connect(spec.only([rank]), rank, device)
-    if rank == 0:
-        params = {name: tensor.to(device) for name, tensor in weights(single_map()).items()}
+    if rank not in spec.recv_buffers:
+        params = {name: tensor.to(device) for name, tensor in weights(own, model=model).items()}
         stats = Sender(connection, params).send(0)
+        connection.close()
         return stats, {}
-    loaded = {name: torch.zeros(info.shape) for name, info in single_map().params.items()}
+    loaded = {name: torch.zeros(info.shape) for name, info in own.params.items()}
 
     def load(params: Mapping[str, torch.Tensor], box: Box | None) -> None:
         for name, tensor in params.items():
             assert tensor.device.type == device
             loaded[name][(box or Box.whole(loaded[name].shape)).slices] = tensor.cpu()
 
-    return Receiver(connection, load).receive(0), loaded
+    stats = Receiver(connection, load).receive(0)
+    connection.close()
+    return stats, loaded
+
+
+def exchanged(rank: int, port: int, name: str, ranks: int, nbytes: int, device: str) -> dict[int, list[int]]:
+    """Every rank sends two buffers to every other, the second without waiting for the first; the bytes that came."""
+    others = [peer for peer in range(ranks) if peer != rank]
+    store = open_store("127.0.0.1", port, name)
+    if device == "cpu":
+        transport: Transport = GlooTransport(store, range(ranks), rank, others, 60.0)
+    else:
+        transport = NcclTransport(
+            store,
+            range(ranks),
+            rank,
+            name=name,
+            to=others,
+            from_=others,
+            device=torch.device(device),
+            timeout_s=60.0,
+            look=lambda: None,
+        )
+    arrived: dict[int, list[torch.Tensor]] = {}
+    transfers: list[Any] = []
+    for peer in others:
+        arrived[peer] = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        transfers += [transport.receive(peer, 0, buffer) for buffer in arrived[peer]]
+    sent = [torch.full((nbytes,), 10 * turn + rank, dtype=torch.uint8, device=device) for turn in range(2)]
+    for peer in others:
+        transfers += [transport.send(peer, 0, buffer) for buffer in sent]
+    for transfer in transfers:
+        transfer.wait("no bytes")
+    values = {peer: [value for buffer in arrived[peer] for value in buffer.unique().tolist()] for peer in others}
+    transport.close()
+    return values
 
 
 def staging(rank: int, spec: SyncSpec) -> tuple[int, int]:

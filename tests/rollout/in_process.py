@@ -124,11 +124,11 @@ def print_errors_to(_engine: RolloutEngine, log_file: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def free_bytes(_engine: RolloutEngine) -> int:
-    """Of the GPU's memory."""
+def free_bytes(_engine: RolloutEngine, gpu: int) -> int:
+    """Of the memory of a GPU."""
     import torch
 
-    return torch.cuda.mem_get_info()[0]
+    return torch.cuda.mem_get_info(gpu)[0]
 
 
 def recv_buffer_bytes(_engine: RolloutEngine) -> int:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,6 +20,8 @@ from megarl.types import Layout
 from megarl.weights.hf_files import read_config
 from megarl.weights.planner import Place
 from tests.resharding.jobs import Spied
+from tests.rollout import in_process
+from tests.rollout.conftest import Answers, ask, start
 from tests.rollout.engine_process import EngineProcess, RemoteError
 from tests.weights.models import placed
 
@@ -41,7 +44,7 @@ class Trainer:
         process: hosts the engine.
         model_dir: whose tensors are sent.
         layout: in which they are held.
-        device: cpu; or cuda, which the one trainer and the one engine rank share.
+        device: cpu; or cuda, whose first GPU one trainer shares with the engine's first rank.
     """
 
     def __init__(
@@ -50,15 +53,16 @@ class Trainer:
         spec, first = model_spec(read_config(model_dir)), layout.world_size
         tp = len(process.call("shard_maps"))
         self._process, self._device = process, device
-        place = Place(device=0 if device == "cuda" else None)
-        self.plan = plan_sync(spec, layout, [place] * first, tp, [place] * tp, BUCKET_BYTES)
+        gpus = [Place(device=gpu if device == "cuda" else None) for gpu in range(tp)]
+        trainers = [gpus[0]] * first
+        self.plan = plan_sync(spec, layout, trainers, tp, gpus, BUCKET_BYTES)
         self._store = serve_store()
         self._sync = SyncSpec.of(
             self.plan,
             name="test",
             host="localhost",
             port=self._store.port,
-            places=[place] * (first + tp),
+            places=[*trainers, *gpus],
             device=device,
             timeout_s=120,
         )
@@ -110,3 +114,31 @@ class Trainer:
 def sync(process: EngineProcess, model_dir: Path, version: int, layout: Layout = ONE_RANK) -> Report:
     """Connects trainers with the directory's weights and syncs once."""
     return Trainer(process, model_dir, layout).sync(version)
+
+
+def check_sleep(process: EngineProcess, model_dir: Path, *, tp: int = 1, device: str = "cpu") -> Answers:
+    """An engine that sleeps, wakes and receives the same weights gives the same answers; on GPUs, it frees memory.
+
+    Returns the answers.
+    """
+    cache_mib = 1024 if device == "cuda" else 16
+    start(process, model_dir, tp=tp, device=device, sleep=True, kv_cache_mib=cache_mib)
+    trainer = Trainer(process, model_dir, device=device)
+
+    def wake() -> Answers:
+        process.call("wake_weights")
+        trainer.sync(1)
+        process.call("wake_cache")
+        return ask(process)
+
+    def free() -> list[int]:
+        return [process.apply(in_process.free_bytes, gpu) for gpu in range(tp)] if device == "cuda" else []
+
+    before, awake = wake(), free()
+    process.call("sleep")
+    freed = [asleep - used for asleep, used in zip(free(), awake, strict=True)]
+    after = wake()
+    assert all(nbytes > 0.9 * cache_mib * 2**20 for nbytes in freed), freed
+    for name in ("response_ids", "rollout_logprobs"):
+        np.testing.assert_array_equal(getattr(after.chunk, name).values, getattr(before.chunk, name).values, name)
+    return after

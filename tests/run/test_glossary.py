@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from megarl.algos.preference_loss import pairwise
-from megarl.algos.registry import POLICY_LOSSES, VALUE_LOSSES
+from megarl.algos.registry import DIRECT_LOSSES, POLICY_LOSSES, VALUE_LOSSES
 
 _PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 _PLACEHOLDER = re.compile(r"[A-Z]+")
 PACKAGE = Path(__file__).parents[2] / "megarl"
 FAMILIES = (
-    "objective|rewards|scores|advantages|group|filter|policy|loss|update|value|returns|sft|reward_model|select|data|"
+    "objective|rewards|scores|advantages|group|filter|policy|loss|update|value|returns|sft|dpo|reward_model|select|data|"
     "normalisation|held_out|rollout|response_length|prompt_length|staleness|rollout_corr|sync|eval|time|perf|memory"
 )
 METRIC = re.compile(rf"({FAMILIES})/[a-z0-9_]*[a-z0-9]")
@@ -61,6 +61,9 @@ def test_every_metric_of_a_loss_is_documented() -> None:
         value |= {*VALUE_LOSSES.function(name)(x, x, x).metrics}
     reward_model = pairwise(x[0], x[0]).metrics
     losses = {"policy": policy, "value": value, "reward_model": reward_model, "sft": {"entropy"}}
+    losses["dpo"] = {"logprob", "logprob_chosen", "logprob_rejected"}  # which a run adds
+    for name in DIRECT_LOSSES.functions:
+        losses["dpo"] |= {*DIRECT_LOSSES.function(name)(**dict.fromkeys(DIRECT_LOSSES.reads(name), x[0])).metrics}
     update_metrics = ("loss", "grad_norm", "lr", "skipped")
     names = {f"{prefix}/{name}" for prefix, metrics in losses.items() for name in (*metrics, *update_metrics)}
     assert not undescribed(names)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.learning import CONTROLS, ROWS
+from benchmarks.learning import CONTROLS, DISTILLED, PREFERENCES, ROWS
 from megarl.config.schema.training_sections import CheckedMetric, LimitedMetric
 from megarl.run.health import CHECKS, HealthMonitor, limited_checks, shown_limits
 from megarl.run.verdict import judge
@@ -131,8 +131,10 @@ def test_a_healthy_recorded_run_has_no_finding(name: str) -> None:
     assert begun(recorded(name)) == []
 
 
-def test_a_healthy_run_of_every_algorithm_that_learns_is_recorded() -> None:
-    assert {name for name, _ in ROWS} - {*CONTROLS} <= {name.removesuffix("_stale") for name in HEALTHY}
+def test_a_healthy_run_of_every_algorithm_that_learns_from_rollouts_is_recorded() -> None:
+    assert {name for name, _ in ROWS} - {*CONTROLS, *PREFERENCES, *DISTILLED} <= {
+        name.removesuffix("_stale") for name in HEALTHY
+    }
     assert all(verdict(name).startswith("learned: ") for name in HEALTHY if name != "shuffled_scores")
 
 
@@ -255,6 +257,16 @@ def test_a_lower_loss_is_better_by_more_than_a_percent() -> None:
     assert judge(lines, [], []).startswith("learned: sft/loss in training 4.0")
     lines = [{**line, "sft/loss": 6 - line["sft/loss"]} for line in lines]
     assert judge(lines, [], []).startswith("became worse: sft/loss in training ")
+
+
+@pytest.mark.parametrize("logprob", ["eval/logprob", "eval/logprob_chosen"])
+def test_an_accuracy_of_implicit_rewards_is_no_measure(logprob: str) -> None:
+    """At first it is rounding noise, as policy and reference are equal; the loss of the pairs is one."""
+    values = {0: (0.08, 0.693), 100: (0.5, 0.75)}
+    evaluations: list[dict[str, float]] = []
+    for step, (accuracy, loss) in values.items():
+        evaluations.append({"step": step, "eval/accuracy": accuracy, "eval/loss": loss, logprob: -50.0})
+    assert judge([], evaluations, []) == "became worse: held-out loss 0.693 -> 0.75"
 
 
 def test_an_interval_may_be_zero() -> None:

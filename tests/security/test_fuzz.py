@@ -47,6 +47,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"prompt": "1+1?", "chosen": "2", "rejected": "3", "margin": 0.5},
         {"prompt_ids": [3, 4], "chosen_ids": [5, 1], "rejected_ids": [6, 1]},
     ],
+    "dpo": [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}],
     "ppo": [{"prompt": "1+1?", "answer": "2"}, {"messages": [{"role": "user", "content": "hi"}]}],
 }
 

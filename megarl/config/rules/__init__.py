@@ -33,6 +33,7 @@ from megarl.config.schema import (
     Group,
     Model,
     Optimizer,
+    Reference,
     Reject,
     Reward,
     RewardFunction,
@@ -50,7 +51,7 @@ _MODULES = (placement_rules, model_rules, data_rules, rollout_rules, scoring_rul
 
 Rule = Callable[..., Iterator[Broken]]
 SECTION_RULES: Final[Mapping[type[Section], Rule]] = {
-    **dict.fromkeys((Critic, Model, Reward), model_rules.checkpoints_are_readable),
+    **dict.fromkeys((Critic, Model, Reference, Reward), model_rules.checkpoints_are_readable),
     Group: placement_rules.groups_have_roles,
     Optimizer: training_rules.rates_fall,
     Reject: algorithm_rules.bounds_are_in_order,

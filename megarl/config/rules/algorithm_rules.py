@@ -13,6 +13,7 @@ from megarl.config.schema import (
     CustomFunction,
     Groups,
     PromptData,
+    Reference,
     Reject,
     TrainingRun,
 )
@@ -141,6 +142,18 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Br
             if getattr(role, size) != needed:
                 rule = f"{shown(needed)} as of the actor {where}"
                 yield f"{field}.{size}", rule, f"give both the same layout, or {fix}"
+
+
+def teachers_stay(algo: Algo, reference: Reference, groups: Groups) -> Iterator[Broken]:
+    """A teacher has a role, and keeps its weights."""
+    if reference.path is None:
+        return
+    if not placed(groups, "reference"):
+        fix = "add reference to the roles of a group, or set reference.path to null"
+        yield "reference.path", "has an effect with the role reference in a group alone", fix
+    if algo.kl.reference_sync is not None:
+        rule = "null with reference.path, whose weights are another model's"
+        yield "algo.kl.reference_sync", rule, "set it to null, or reference.path"
 
 
 def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Broken]:

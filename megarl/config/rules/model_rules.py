@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.problems import Broken, correct_model_path
-from megarl.config.schema import Critic, Model, Reward, read_hf_config
+from megarl.config.schema import Critic, Model, Reference, Reward, read_hf_config
 
 
-def checkpoints_are_readable(field: str, start: Model | Reward | Critic) -> Iterator[Broken]:
+def checkpoints_are_readable(field: str, start: Model | Reward | Critic | Reference) -> Iterator[Broken]:
     """Every checkpoint directory has a readable config.json."""
     if start.path is not None:
         try:
@@ -22,8 +22,17 @@ def checkpoints_are_readable(field: str, start: Model | Reward | Critic) -> Iter
 
 def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Broken]:
     """The reward model and the critic have every token id that the actor uses."""
+    yield from _share_the_tokens(model, {"reward": reward, "critic": critic})
+
+
+def teachers_share_the_tokens(model: Model, reference: Reference) -> Iterator[Broken]:
+    """A teacher has every token id that the actor uses."""
+    yield from _share_the_tokens(model, {"reference": reference})
+
+
+def _share_the_tokens(model: Model, sections: Mapping[str, Reward | Critic | Reference | None]) -> Iterator[Broken]:
     used = ids_in_use(model)
-    for role, section in {"reward": reward, "critic": critic}.items():
+    for role, section in sections.items():
         if section is None or section.path is None:
             continue
         size = (_read(section.path) or {}).get("vocab_size")

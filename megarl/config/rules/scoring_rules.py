@@ -9,15 +9,16 @@ from megarl.config.rules.model_rules import ids_in_use
 from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
     Algo,
+    Choice,
     Cluster,
     EnvironmentSettings,
     Evaluation,
     Groups,
     HeldOut,
     Model,
+    Reference,
     Reward,
     RewardFunction,
-    trains,
 )
 
 _WITHOUT_REWARD = ("tools", "user_turns")
@@ -25,11 +26,13 @@ _WITHOUT_REWARD = ("tools", "user_turns")
 
 
 def scores_have_a_source(
-    stage: str, groups: Groups, reward: Reward, environment: EnvironmentSettings | None
+    algo: Algo,
+    reference: Reference,
+    groups: Groups,
+    reward: Reward,
+    environment: EnvironmentSettings | None,
 ) -> Iterator[Broken]:
-    """In training, a reward model, a function or the environment scores, with a weight that is not 0."""
-    if not trains(stage):
-        return
+    """A reward model, a function or the environment scores, with a weight that is not 0; a teacher needs none."""
     weights = [function.weight for function in reward.functions]
     if placed(groups, "reward"):
         weights.append(reward.weight)
@@ -37,7 +40,9 @@ def scores_have_a_source(
         weights.append(environment.weight)
     if reward.judge_model is not None:
         weights.append(reward.judge_model.weight)
-    if not weights:
+    if not weights and reference.path is not None and algo.kl.coef > 0:
+        yield from _scores_are_missed(algo, reward)
+    elif not weights:
         others = "reward.judge_model or an environment other than " + " and ".join(_WITHOUT_REWARD)
         rule = f"a group must have the role reward, reward.functions a function, or there must be {others}"
         fix = "add reward to the roles of a group, or give reward.functions"
@@ -45,6 +50,27 @@ def scores_have_a_source(
     elif not any(weights):
         fix = "raise reward.weight, or that of a function"
         yield Problem("reward", "all weights 0", "one that is not 0: nothing could be learned", fix)
+    elif algo.advantage.name == "none" and "advantages" in algo.loss_reads and algo.kl.coef > 0:
+        rule = "an advantage where responses are scored: without it, the penalty alone is learned"
+        yield "algo.advantage", rule, "choose one, such as grpo, or remove what scores"
+
+
+def _scores_are_missed(algo: Algo, reward: Reward) -> Iterator[Broken]:
+    """Without scores the reference teaches alone, and nothing may compare scores."""
+    where = "where nothing scores, and reference.path is the teacher"
+    fix = "set it to null, or give reward.functions"
+    compared = {
+        "algo.filter": algo.filter,
+        "algo.select": algo.select,
+        "algo.scores.clip": algo.scores.clip,
+        "algo.scores.missing_end": algo.scores.missing_end,
+    }
+    for field, value in compared.items():
+        masks = isinstance(value, Choice) and value.name == "mask"  # which needs no scores
+        if value is not None and not masks:
+            yield field, f"null {where}", fix
+    if reward.shuffle:
+        yield "reward.shuffle", f"false {where}", "set it to false, or give reward.functions"
 
 
 def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Broken]:

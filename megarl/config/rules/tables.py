@@ -93,6 +93,10 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
         Unused("importance", ".in", "reward", "set algo.kl.in to loss"),
         Unused("importance", ".estimator", "full", "set algo.kl.estimator to k3", "which is no estimate from samples"),
     ],
+    "algo.kl.estimator": [
+        Unused("mix", ".form", "reverse", "set form to jsd"),
+        Unused("mix", ".form", "forward", "set form to jsd"),
+    ],
     "algo.normalise": [Unused("rewards", TOKEN_REWARDS, False, "choose gae")],
     "algo.normalise.advantages": [
         Unused("ddof form eps", ".mean_only", True, "set mean_only to false", "which does not divide"),

@@ -124,9 +124,10 @@ def samples_fill_mini_batches(algo: Algo, data: PromptData) -> Iterator[Broken]:
 
 
 def losses_have_their_advantages(algo: Algo) -> Iterator[Broken]:
-    """The likelihood of samples has no advantages; other losses have some that they read."""
+    """The likelihood of samples has no advantages; other losses have some, or a penalty's."""
     if not algo.is_likelihood:
-        if algo.advantage.name == "none" and "advantages" in algo.loss_reads:
+        reads = "advantages" in algo.loss_reads and algo.kl.coef == 0
+        if algo.advantage.name == "none" and reads:
             rule = f"an advantage, which policy loss {algo.policy_loss.name} reads"
             yield "algo.advantage", rule, "choose one, such as grpo, or policy loss sft"
         return

@@ -118,7 +118,8 @@ class RoleConfig(Section):
     tokens_per_micro_batch: Count = 8192
     """Largest number of tokens (prompts and responses) of a packed micro-batch."""
     recompute: Recompute = "none"
-    """Activations that the backward pass recomputes: none, those of attention, or those of whole layers."""
+    """Activations that the backward pass recomputes: none; selective, those of norms and MLPs, but of no mixture of
+    experts; or full, those of whole layers."""
     offload: bool = False
     """Keep the role in host memory while others use its devices."""
 
@@ -164,7 +165,9 @@ class Rollout(Section):
     quantization: Literal["fp8_per_channel"] | None = None
     """Compute the engines' linear layers in float8, with a scale per output channel and per token; null does not."""
     kv_cache_mib: Count | None = None
-    """Memory of the key-value cache of each engine rank, MiB; null is 4096, or what gpu_memory_fraction leaves."""
+    """Memory of the key-value cache of each engine rank, MiB. null: with gpu_memory_fraction, what that leaves; on a
+    GPU, what the memory plan (docs/memory.md) leaves of it while the cache is there, but for 5 %, and at most
+    the longest sequences that vLLM generates at once; with device cpu 4096."""
     gpu_memory_fraction: BelowOne | None = None
     """Part of a GPU's memory for an engine rank, weights included, instead of kv_cache_mib; with device cpu, of the
     machine's memory, or of cluster.device_memory_gib. The cache has what the memory plan

@@ -25,6 +25,7 @@ class RandomModel(Section):
 
 
 LayerChoice = Literal["auto", "local", "transformer_engine"]
+KernelChoice = Literal["auto", "reference"]
 
 
 class Model(Section):
@@ -41,6 +42,9 @@ class Model(Section):
     layers: LayerChoice = "auto"
     """Layers of the trainers: Megatron's own (local) or Transformer Engine's. auto: the latter on a
     GPU if installed and able to compute the model; see docs/gpu.md."""
+    kernels: KernelChoice = "auto"
+    """Kernels of norms, activation, rope and log-probabilities: auto takes fused ones on a GPU;
+    reference computes op by op, as on a CPU, for when a fused kernel is in doubt."""
 
     def hf_config(self) -> Mapping[str, Any]:
         """Returns the model's config.json."""
@@ -163,10 +167,11 @@ class PairData(FixedRows):
     """The preference pairs, and how many a step has."""
 
     train: Source
-    """Rows with a prompt, a chosen and a rejected response, or candidates for best_of_n."""
+    """Rows with a prompt, and a chosen and a rejected response, candidates for best_of_n, or a
+    response and its label for kto."""
     max_tokens: Count
     """Largest number of tokens of a prompt and one of its responses together."""
     pairs_per_step: Count
-    """Pairs, or prompts with candidates, of an optimizer step."""
+    """Pairs, prompts with candidates, or labelled responses, of an optimizer step."""
     equal: Literal["refuse", "drop"] = "drop"
     """Rows whose better response equals another: an error, or left out and counted."""

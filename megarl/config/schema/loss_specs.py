@@ -64,4 +64,12 @@ class PreferenceSpec:
     loss: Choice
 
 
-LossSpec = PolicySpec | ValueSpec | TextSpec | PreferenceSpec
+@dataclass(frozen=True, kw_only=True)
+class DirectPreferenceSpec:
+    """A policy's loss on preferences; ``stage`` is the prefix of its metrics."""
+
+    stage: str
+    loss: Choice
+
+
+LossSpec = PolicySpec | ValueSpec | TextSpec | PreferenceSpec | DirectPreferenceSpec

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 
 from megarl.config.schema.base import Section, parse_devices
 from megarl.config.schema.cluster_sections import Cluster, Groups, Resharding, RoleConfig, Rollout
-from megarl.config.schema.inputs import Model, PromptData, RowSettings
+from megarl.config.schema.inputs import Model, PairData, PromptData, RowSettings
 from megarl.config.schema.loss_specs import LossSpec, NewHead
 from megarl.config.schema.scoring_sections import (
     EnvironmentSettings,
@@ -33,6 +33,7 @@ from megarl.config.schema.training_sections import (
     Optimizer,
     Policy,
     Profiling,
+    Reference,
     Run,
     Tracking,
     TrainingRun,
@@ -113,7 +114,7 @@ class RunConfig(Section):
     def role_checkpoint(self, role: RoleName) -> str | None:
         """Returns the Hugging Face directory of a role; None for that of the run's model."""
         section = getattr(self, role, None)
-        if isinstance(section, Critic | Reward):
+        if isinstance(section, Critic | Reward | Reference):
             return section.path
         return None
 
@@ -227,6 +228,22 @@ class TrainingConfig(RunConfig):
         return getattr(self, role).optimizer
 
 
+class PreferenceConfig(TrainingConfig):
+    """The fields of stages that train on preferences."""
+
+    data: PairData
+    """The preference pairs, such as data: {train: pairs.jsonl, max_tokens: 1024, pairs_per_step: 8}."""
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.data.pairs_per_step
+
+    @property
+    def largest_batches(self) -> LargestBatches:
+        pairs = self.data.pairs_per_step
+        return LargestBatches(tokens=2 * self.data.max_tokens, inference=pairs, update=pairs)
+
+
 class SamplingConfig(RunConfig):
     """The fields of stages whose engines answer prompts that are then scored."""
 
@@ -298,6 +315,7 @@ class RolloutTrainingConfig(TrainingConfig, SamplingConfig):  # pyright: ignore[
 
 STAGES: Final[Mapping[str, str]] = {
     "sft": "megarl.stages.sft.config:SFTConfig",
+    "dpo": "megarl.stages.dpo.config:DPOConfig",
     "reward_model": "megarl.stages.reward_model.config:RewardModelConfig",
     "ppo": "megarl.stages.ppo.config:PPOConfig",
     "eval": "megarl.stages.eval.config:EvalConfig",

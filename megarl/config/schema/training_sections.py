@@ -28,6 +28,7 @@ def _seconds(value: object) -> object:
     return value
 
 
+DIRECT_LOSSES = OneOf(registry.DIRECT_LOSSES, CustomFunction, default="dpo")
 PREFERENCE_LOSSES = OneOf(registry.PREFERENCE_LOSSES, CustomFunction, default="pairwise")
 
 
@@ -46,8 +47,8 @@ class TrainingRun(Run):
     dir: str
     """Directory of the run's output; training resumes from its last checkpoint, if there is one."""
     steps: Count | None = None
-    """Steps of the run, each of rollouts and their updates, or of an optimizer step in sft and
-    reward_model; null: by epochs."""
+    """Steps of the run, each of rollouts and their updates, or of an optimizer step in sft, dpo
+    and reward_model; null: by epochs."""
     epochs: Positive | None = None
     """Passes over the usable rows, instead of steps: epochs * rows / rows of a step, rounded
     down."""
@@ -116,6 +117,7 @@ CheckedMetric = (
         "policy/grad_norm",
         "value/grad_norm",
         "sft/grad_norm",
+        "dpo/grad_norm",
         "reward_model/grad_norm",
         "skipped",
         "not finite",
@@ -283,6 +285,43 @@ class RewardTraining(Section):
     """Seed of the head's initial weights."""
     loss: Annotated[Choice, PREFERENCE_LOSSES] = PREFERENCE_LOSSES("pairwise")
     """The loss of preferences."""
+
+
+class PreferenceTraining(Section):
+    """What the policy learns from preferences."""
+
+    loss: Annotated[Choice, DIRECT_LOSSES] = DIRECT_LOSSES("dpo")
+    """The loss of pairs of responses, or of single ones (kto)."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The inputs that the loss reads."""
+        return registry.DIRECT_LOSSES.reads(self.loss.name)
+
+    @property
+    def reads_reference(self) -> bool:
+        return not self.reads.isdisjoint(registry.INPUTS_OF_REFERENCES)
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether the loss is of single responses, each desirable or not."""
+        return not self.reads.isdisjoint(registry.INPUTS_OF_RESPONSES)
+
+
+class Reference(Section):
+    """The model of the role reference, whose log-probabilities a penalty compares."""
+
+    path: str | None = None
+    """Hugging Face directory of a teacher, of any size, with the model's tokenizer; null takes the
+    initial model."""
+
+
+class DirectReference(Section):
+    """The model from which training on preferences starts, whose log-probabilities a loss may read."""
+
+    precompute: bool = False
+    """Let the actor compute them before the first step, once for each row, and keep them in run.dir,
+    in place of a pass of the role reference in each step."""
 
 
 class Normalisation(Section):

@@ -6,19 +6,42 @@ import datetime
 import logging
 import os
 import warnings
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megarl.lazy_compiling import absent, compiled_at_first_call
-from megarl.megatron.platform.kernels import implementation
+from megarl.megatron.platform.kernels import compiled
+from megarl.megatron.platform.recomputation import mend_recomputation
 from megarl.resharding import serve_store
 
 
-def start_platform(kind: str) -> torch.device:
-    """Imports megatron-core and prepares it for "cuda" or "cpu"; returns the tensors' device."""
+def set_cuda_options(*, tensor_parallel: bool) -> None:
+    """Sets options of CUDA and torch's allocator, unless the user has; before CUDA starts.
+
+    Every step packs other lengths: expandable segments keep the allocator's memory from fragmenting.
+    Not for processes with an engine: vLLM's sleep has pools of its own.
+
+    Args:
+        tensor_parallel: whether a model is split; with one queue on the device, gradients of weights
+            start after the collective beside which Megatron computes them.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if tensor_parallel:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def start_platform(kind: str, *, fused: bool = False) -> torch.device:
+    """Imports megatron-core and prepares it for "cuda" or "cpu"; returns the tensors' device.
+
+    Args:
+        fused: whether rope is compiled.
+    """
     # Megatron warns at import that Transformer Engine and apex are absent, and torch that nvcc is
     # here without a GPU; `megarl doctor` says it better.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
@@ -44,9 +67,17 @@ def start_platform(kind: str) -> torch.device:
             raise RuntimeError(f"{problem}; set cluster.device=cpu")
         from megatron.core.models.common.embeddings import rope_utils
 
-    # Rotates queries and keys; Megatron's fused one needs Transformer Engine.
-    rotate = implementation("rope", rope_utils._apply_rotary_pos_emb_bshd, kind)
-    rope_utils._apply_rotary_pos_emb_bshd = rotate
+    mend_recomputation()
+    if fused:
+        # Rotates queries and keys; Megatron's fused one needs Transformer Engine.
+        rope_utils._apply_rotary_pos_emb_bshd = compiled(rope_utils._apply_rotary_pos_emb_bshd)
+
+    def rotate_pack(x: Tensor, _bounds: Tensor, angles: Tensor, *, cp_group: object, **options: Any) -> Tensor:
+        """Rotates [S, H, D] by the angles of each position; Megatron would copy them, twice in each layer."""
+        assert len(x) == len(angles), "PackedModel looks up each position"
+        return rope_utils._apply_rotary_pos_emb_bshd(x.unsqueeze(1), angles, **options).squeeze(1)
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate_pack
     return device
 
 

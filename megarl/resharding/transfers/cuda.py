@@ -27,6 +27,11 @@ from megarl.resharding.sync_barrier import PeerError
 _POLL_S = 0.0005
 _LOOK_S = 0.1
 
+MULTIPROCESSORS = 132
+"""Multiprocessors of an H100 or H200. One runs one block of a transfer's kernel at a time."""
+_MOST_BLOCKS = 4
+"""Blocks of a transfer's kernel at most; each also takes some 10 MB of NCCL's buffers."""
+
 _LAZY_PEER_ACCESS = 1
 _DRIVER_BLOCK = 2 << 20
 """CUDA allocates smaller memory in blocks of this size, and a handle shares the whole block with all that is in it."""
@@ -112,14 +117,30 @@ class DeviceRecvBuffer:
             _call("cudaFree", self._pointer)
 
 
+def blocks_of(ranks: int) -> int:
+    """Returns the thread blocks of a transfer's kernel: NCCL's channels, a power of two.
+
+    The kernels spin on their blocks until the peers' kernels run. All those of a rank that
+    exchanges frames with every other fit half of a GPU at once, up to 34 ranks.
+    """
+    kernels = 2 * (ranks - 1)
+    blocks = _MOST_BLOCKS
+    while blocks > 1 and blocks * kernels > MULTIPROCESSORS // 2:
+        blocks //= 2
+    return blocks
+
+
 class NcclTransport:
     """NCCL between GPUs, one rank each; see ``GlooTransport`` for the other arguments.
 
     Each pair has a communicator per direction: transfers of one communicator queue up on a stream,
     so two ranks that both receive before they send would deadlock. Every rank connects to its peers
-    at once and in order, so that there is no deadlock.
+    at once and in order, so that there is no deadlock. Transfers of different communicators run at
+    the same time, on ``blocks_of`` blocks each; NCCL's default, up to 32, would let those that wait
+    for peers keep the others from the GPU. Raises ValueError if a rank has too many peers for that.
 
     Args:
+        name: name of the connection, which reports of torch and NCCL show.
         to, from_: peers to which this rank sends, and from which it receives.
         look: function that raises if the sync was aborted; called now and then while waiting, as
             NCCL does not notice that a peer is gone.
@@ -131,6 +152,7 @@ class NcclTransport:
         members: Sequence[int],
         rank: int,
         *,
+        name: str,
         to: Collection[int],
         from_: Collection[int],
         device: torch.device,
@@ -143,12 +165,20 @@ class NcclTransport:
         self._rank = rank
         self.timeout_s = timeout_s
         self.look = look
-        options = ProcessGroupNCCL.Options()
-        # NCCL's watchdog ends the process; waits here time out earlier.
-        options._timeout = timedelta(seconds=4 * timeout_s)
+        blocks = blocks_of(len(members))
+        transfers = len(to) + len(from_)
+        if transfers * blocks > MULTIPROCESSORS:
+            limit = f"a GPU runs {MULTIPROCESSORS} at once: use engines with less TP, or trainers with less TP and PP"
+            raise ValueError(f"rank {rank} has {transfers} transfers with other ranks in a sync, and {limit}")
         self._groups: dict[bool, Any] = {}
-        for upwards, name in ((True, "up"), (False, "down")):
-            direction_store = PrefixStore(name, store)
+        for upwards, direction in ((True, "up"), (False, "down")):
+            options: Any = ProcessGroupNCCL.Options()
+            # NCCL's watchdog ends the process; waits here time out earlier.
+            options._timeout = timedelta(seconds=4 * timeout_s)
+            options.group_name = f"{name} {direction}"
+            options.config.min_ctas = 1
+            options.config.max_ctas = blocks
+            direction_store = PrefixStore(direction, store)
             group = ProcessGroupNCCL(direction_store, self._index[rank], len(members), options)
             self._groups[upwards] = group
         hello = torch.zeros(1, dtype=torch.uint8, device=device)

@@ -58,6 +58,7 @@ class Frames(WeightTransfer):
                 store,
                 spec.wire,
                 rank,
+                name=f"sync {spec.name}",
                 to=spec.network_receivers(rank),
                 from_=spec.network_senders(rank),
                 device=connection.device,

@@ -14,6 +14,7 @@ from megarl.loop.evaluate import Evaluator
 from megarl.loop.sampler import RolloutParts
 from megarl.loop.train import checked
 from megarl.preflight.datasets import Sets
+from megarl.preflight.memory_plan import besides_cache
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
 from megarl.run.report import EvaluationReporter, Summary
 from megarl.run.results import EvaluationResult
@@ -56,7 +57,8 @@ async def _evaluate_model(
 ) -> EvaluationResult:
     model_dir = model_directory(config, directory.path)
     trainers = launch_trainers(config, session)
-    engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
+    besides = besides_cache(config)
+    engines = launch_engines(config, config.rollout, session, model_dir, weights="files", besides_cache=besides)
     colocation = Colocation(trainers, engines, None, sleep=config.rollout.sleep)
     parts = RolloutParts.launch(config, session, model_dir, trainers, colocation)
     await start_all(trainers, engines, parts.services, model_dir, sleep=config.rollout.sleep)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from megarl.config import RolloutTrainingConfig
-from megarl.config.schema import PTX, Algo, Critic
+from megarl.config.schema import PTX, Algo, Critic, Reference
 from megarl.config.schema.base import raw_section
 from megarl.config.schema.loss_specs import LossSpec, NewHead, PolicySpec, ValueSpec
 from megarl.config.schema.run_config import LargestBatches
@@ -27,6 +27,8 @@ class PPOConfig(RolloutTrainingConfig):
     """PPO."""
     algo: Algo = Algo()
     """The algorithm."""
+    reference: Reference = Reference()
+    """The model of the role reference, such as reference: {path: models/teacher}."""
     critic: Critic | None = None
     """The critic's training, if the algorithm has one."""
     ptx: PTX | None = None
@@ -62,7 +64,7 @@ class PPOConfig(RolloutTrainingConfig):
     @property
     def shown_metrics(self) -> tuple[str, ...]:
         possible = {
-            "objective/score": True,
+            "objective/score": any(_sources(self)),
             "objective/kl": self.has_role("reference"),
             "select/score": self.algo.select is not None,
             "response_length/mean": True,
@@ -141,10 +143,12 @@ class PPOConfig(RolloutTrainingConfig):
         yield "prompts", f"{source}; {epochs}"
         yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
         yield "lengths", lengths_text(self.rollout)
-        scores = " + ".join(_sources(self))
+        scores = " + ".join(_sources(self)) or "none: the actor learns from the reference alone"
         if self.reward.shuffle:
             scores += ", shuffled"
         yield "scores", scores
+        if self.reference.path is not None:
+            yield "reference", self.reference.path
         yield "algo", section_text(self.algo)
         if self.algo.has_logprob_pass or self.algo.old_logprobs_from_update:
             yield "old logprobs", _old_logprobs(self)

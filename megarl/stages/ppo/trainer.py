@@ -156,7 +156,11 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
                 seconds += await part.longest()
             self._meter.add(name, ROLES[name], samples, seconds)
             timings[f"time/{name}"] = seconds
-        return call.chunks, {**report.metrics, **batch.metrics, **timings}
+        found = dict(report.metrics)
+        if not batch.scores_by_reward:
+            for name in ("objective/score", "objective/rlhf_reward"):
+                found.pop(name, None)
+        return call.chunks, {**found, **batch.metrics, **timings}
 
     def _adapt_kl_coef(self, metrics: Sequence[Metrics], samples: int) -> None:
         name = {"sequence_sum": "objective/kl", "token_mean": "objective/kl_token_mean"}[self._config.algo.kl.unit]

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from megarl.config import TrainingConfig
 from megarl.config.problems import Broken
-from megarl.config.schema import Normalisation, PairData, RewardTraining, Rollout
+from megarl.config.schema import Normalisation, RewardTraining, Rollout
 from megarl.config.schema.loss_specs import LossSpec, NewHead, PreferenceSpec
-from megarl.config.schema.run_config import LargestBatches
+from megarl.config.schema.run_config import PreferenceConfig
 from megarl.preflight.plan_text import choice_text, epochs_text, evaluation_times, lengths_text
 from megarl.types import RoleName
 
 
-class RewardModelConfig(TrainingConfig):
+class RewardModelConfig(PreferenceConfig):
     """Training of the role reward on preferences."""
 
     roles: ClassVar[tuple[RoleName, ...]] = ("reward",)
@@ -23,8 +22,6 @@ class RewardModelConfig(TrainingConfig):
 
     stage: Literal["reward_model"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """Training of a reward model."""
-    data: PairData
-    """The preference pairs, such as data: {train: pairs.jsonl, max_tokens: 1024, pairs_per_step: 8}."""
     reward: RewardTraining
     """The reward model's training, such as reward: {optimizer: {lr: 1.0e-5}}."""
     normalisation: Normalisation | None = None
@@ -35,15 +32,6 @@ class RewardModelConfig(TrainingConfig):
     @property
     def engine_settings(self) -> Rollout | None:
         return self.rollout
-
-    @property
-    def rows_per_step(self) -> int:
-        return self.data.pairs_per_step
-
-    @property
-    def largest_batches(self) -> LargestBatches:
-        pairs = self.data.pairs_per_step
-        return LargestBatches(tokens=2 * self.data.max_tokens, inference=pairs, update=pairs)
 
     @property
     def shown_metrics(self) -> tuple[str, ...]:
@@ -59,7 +47,7 @@ class RewardModelConfig(TrainingConfig):
     def read_sets(self, reader: Any) -> Any:
         from megarl.preflight.datasets import pair_sets
 
-        return pair_sets(self.data, self.reward.loss, self.normalisation, self.rollout, reader)
+        return pair_sets(self.data, self.reward.loss, reader, self.normalisation, self.rollout)
 
     def plan_lines(self, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
         data = self.data

@@ -33,6 +33,7 @@ from megarl.loop.supervised import SupervisedTrainer
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.preflight.datasets import Sets
+from megarl.preflight.memory_plan import besides_cache
 from megarl.rewards.model_files import write_scale, write_statistics
 from megarl.run.sinks import Metrics
 from megarl.stages.reward_model.config import RewardModelConfig
@@ -53,7 +54,10 @@ class RewardModelTrainer(SupervisedTrainer):
         self._engines: RolloutGroup | None = None
         self._sleep = config.rollout is not None and config.rollout.sleep
         if config.rollout is not None:
-            self._engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
+            besides = besides_cache(config)
+            self._engines = launch_engines(
+                config, config.rollout, session, model_dir, weights="files", besides_cache=besides
+            )
 
     async def start(self) -> None:
         """Starts the trainers, and the engines with the initial model."""
