@@ -24,7 +24,7 @@ TORCH := requirements/torch-cpu.txt requirements/torch.txt
 GPU := .venv-gpu
 GPU_LOCK := requirements/cuda.txt
 TE_LOCK := requirements/te.txt
-# Its part for torch is C++ alone: it is built against the headers in CUDA's wheels, without nvcc. No wheel is taken from
+# Transformer Engine's part for torch is C++ alone: it is built against the headers in CUDA's wheels. No wheel is taken from
 # elsewhere, nor from pip's cache, where it may be for another torch.
 TE_BUILD := NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_WITH_NCCL_EP=0
 INSTALLED := $(VENV)/installed

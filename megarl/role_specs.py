@@ -63,9 +63,15 @@ class RoleSpec:
     @property
     def reads_distributions(self) -> bool:
         """Whether the reference computes distributions during the role's updates."""
+        return self.divergence is not None
+
+    @property
+    def divergence(self) -> str | None:
+        """The form of the divergence from the reference's distributions; None where no update reads them."""
         if self.training is None or not isinstance(self.training.loss, PolicySpec):
-            return False
-        return self.training.loss.algo.kl.reads_distributions
+            return None
+        kl = self.training.loss.algo.kl
+        return kl.estimator.options["form"] if kl.reads_distributions else None
 
 
 def logit_chunk(fused: bool) -> int:

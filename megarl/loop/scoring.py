@@ -363,6 +363,13 @@ def with_selection(
     return replace(batch, selected=selected, metrics={**batch.metrics, **metrics})
 
 
+def without_scores(batch: ScoredBatch) -> ScoredBatch:
+    """Returns a batch in which nothing scores: it is trained on, and has no totals and no metrics of them."""
+    unscored = {name: value for name, value in batch.metrics.items() if name.startswith("rewards/unscored")}
+    totals = np.full_like(batch.totals, np.nan)
+    return replace(batch, totals=totals, scores_by_reward={}, metrics=unscored)
+
+
 def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
     """Returns the algorithm's filter of conversations; it drops prompts without a scored one."""
     assert algo.filter is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from megarl.config import RolloutTrainingConfig, RunConfig, TrainingConfig, parse_devices
 from megarl.config.schema import Rollout
-from megarl.models import model_spec
+from megarl.models import ModelSpec, model_spec
 from megarl.preflight.capacity import capacity
 from megarl.preflight.nccl_memory import nccl_bytes
 from megarl.preflight.role_memory import RoleMemory, role_memory
@@ -279,19 +279,27 @@ def _saves_meanwhile(config: TrainingConfig) -> bool:
 
 
 def _role_memory(config: RunConfig, spec: RoleSpec, stage: int) -> RoleMemory:
-    hf_config = config.model.hf_config()
-    if spec.checkpoint is not None:
-        hf_config = read_config(spec.checkpoint)
     largest = config.largest_batches
     budget = max(config.role(spec.name).tokens_per_micro_batch, largest.tokens)
     dp = spec.layout.dp
     tokens = -(-largest.update // dp) * largest.tokens
+    reference: ModelSpec | None = None
+    if spec.reads_distributions:
+        reference = _model_of(config, "reference")
     return role_memory(
         spec,
-        model_spec(hf_config),
+        _model_of(config, spec.name),
         stage,
         config.cluster.device,
         pack=min(budget, -(-largest.inference // dp) * largest.tokens),
         update_pack=min(budget, tokens),
         micro_batches=-(-tokens // budget),
+        reference=reference,
     )
+
+
+def _model_of(config: RunConfig, role: RoleName) -> ModelSpec:
+    checkpoint = config.role_checkpoint(role)
+    if checkpoint is None:
+        return model_spec(config.model.hf_config())
+    return model_spec(read_config(checkpoint))

@@ -272,7 +272,7 @@ def _distributions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterato
                 rule = f"{rows[0]} rows of the vocabulary on {tp} ranks, as of the actor, with "
                 rule += f"algo.kl.estimator = full; it has {rows[1]}"
                 fix = "set tp to 1, or algo.kl.estimator to k1+"
-                yield Problem("reference.path", str(spec.checkpoint), rule, fix)
+                yield Problem("reference.path", shown(config.role_checkpoint("reference")), rule, fix)
 
 
 def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:

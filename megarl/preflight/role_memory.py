@@ -8,15 +8,17 @@ they may become, whose tokens are all of responses.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from megarl.models import ModelSpec
 from megarl.role_specs import RoleSpec, logit_chunk
 from megarl.types import HEADS, Layout, RankCoords
 from megarl.weights.shard_map import ITEM_BYTES
 
-_DIVERGENCE = 22
-"""Bytes of a vocabulary entry and token in the backward pass of a divergence of whole distributions."""
+_DIVERGENCE: Final[Mapping[str, int]] = {"reverse": 24, "forward": 20, "jsd": 32}
+"""Most bytes of a vocabulary entry and token in either pass of a divergence of whole distributions, by form."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ def role_memory(
     pack: int,
     update_pack: int,
     micro_batches: int,
+    reference: ModelSpec | None = None,
 ) -> RoleMemory:
     """Returns the memory of a role on a rank of a pipeline stage.
 
@@ -66,6 +69,7 @@ def role_memory(
         pack: tokens of the longest pack in inference.
         update_pack: tokens of the longest pack in an update.
         micro_batches: number of packs of a rank in an update.
+        reference: whose distributions the update reads; None: the same model.
     """
     layout = spec.layout
     dims = model.dims
@@ -96,10 +100,12 @@ def role_memory(
         rows = dims.padded_vocab("megatron", layout.tp) // layout.tp
         inference_logits = _logits(spec, item, pack) * rows
         update_logits = _logits(spec, item, update_pack) * rows
-        if spec.reads_distributions:
-            update_logits = max(update_logits, _DIVERGENCE * min(logit_chunk(False), update_pack) * rows)
+        if spec.divergence is not None:
+            entry = _DIVERGENCE[spec.divergence]
+            update_logits = max(update_logits, entry * min(logit_chunk(False), update_pack) * rows)
+            other = reference or model
             # Of the reference's hidden states, for all micro-batches of the step.
-            update_logits += micro_batches * update_pack * dims.hidden * item
+            update_logits += micro_batches * update_pack * other.dims.hidden * ITEM_BYTES[other.dtype]
         update_logits += rows * dims.hidden * (4 + item) + update_pack * dims.hidden * item
     attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / layout.tp
     experts = model.table.megatron.get("moe_router_topk", 1)  # tokens are spread evenly

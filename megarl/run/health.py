@@ -32,6 +32,10 @@ _QUIET = 5
 """The fewest healthy steps that end a finding: one that comes and goes is reported once."""
 
 
+def _never(_: Line) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """A rule for the last steps of a run.
@@ -51,7 +55,7 @@ class Check:
     advice: str
     limit: float | None = None
     is_lower: bool = False
-    unless: Callable[[Line], bool] = lambda _: False
+    unless: Callable[[Line], bool] = _never
     factor_at_once: float | None = None
     find: Callable[[Lines], str | None] | None = None
     steps: int = 1
@@ -166,9 +170,9 @@ def _against_engines(line: Line) -> bool:
     return bool(line.get("staleness/max")) and "rollout/logprob_gap" not in line
 
 
-def _learns_from_a_teacher(line: Line) -> bool:
+def nothing_scores(line: Line) -> bool:
     """Whether nothing scores: the reference is a teacher, from which the policy may begin far away."""
-    return "objective/score" not in line
+    return _SCORE not in line
 
 
 def _clips_by_design(line: Line) -> bool:
@@ -216,7 +220,7 @@ CHECKS: Final[Sequence[Check]] = (
     Check(
         metric="objective/kl_per_token",
         limit=1.0,
-        unless=_learns_from_a_teacher,
+        unless=nothing_scores,
         advice=f"the policy is far from the reference; {_LEARNING_RATE} or raise algo.kl.coef, and read samples.jsonl",
         steps=3,
         harmful=True,
@@ -276,7 +280,10 @@ def limited_checks(limits: Limits) -> list[Check]:
         if check.limit is None or check.metric not in limits:
             checks.append(check)
         else:
-            checks.append(replace(check, limit=added.pop(check.metric)))
+            given = replace(check, limit=added.pop(check.metric))
+            if check.unless is nothing_scores:  # a limit of the user's is meant for a teacher, too
+                given = replace(given, unless=_never)
+            checks.append(given)
     for metric, limit in added.items():
         advice = "see health.limits"
         checks.append(Check(metric=metric, limit=limit, advice=advice, steps=3, harmful=True))

@@ -18,7 +18,6 @@ CHOOSE_ANOTHER: Final = "choose another run.dir"
 
 _WEIGHTS = "the checkpoints have its weights"
 _STREAM = "the checkpoints have the position in this data"
-_MISSING = "(missing)"
 _HEAD = "another one changes the meaning of its scores"
 _DATA = ("prompts", "random", "train", "chat_template", "max_tokens", "too_long", "empty", "equal")
 
@@ -140,14 +139,14 @@ def compare_configs(
     """Compares a configuration with that of the start; returns what forbids a resume, and whether anything differs."""
     new = yaml.safe_load(yaml.safe_dump(plain(config)))
     fix = "put it back, or start a new run in another run.dir"
-    stage = old.get("stage", _MISSING)
+    stage = old.get("stage", "(missing)")
     if stage != config.stage:  # other differences follow from it
         rule = f"stays {stage} when a run resumes: a run has one stage"
         return [Problem(field="stage", value=config.stage, rule=rule, fix=fix)], True
     problems: list[Problem] = []
     for name, why in FIXED.items():
-        before = field_at(old, name, _MISSING)
-        after = field_at(new, name, _MISSING)
+        before = field_at(old, name)  # a field that is newer than the run is null
+        after = field_at(new, name)
         for field, kept, given in _differences(name, before, after):
             rule = f"stays {kept} when a run resumes: {why}"
             problems.append(Problem(field=field, value=given, rule=rule, fix=fix))
@@ -176,11 +175,11 @@ def _changed_weights(config: TrainingConfig, kept: FrozenDigests, now: FrozenDig
 
 
 def _differences(field: str, kept: Any, given: Any) -> Iterator[tuple[str, str, str]]:
-    """Yields the fields below one whose values differ, with both values; a section that one side lacks is one field."""
+    """Yields the fields below one whose values differ, with both values; what one side lacks is null."""
     if isinstance(kept, Mapping) and isinstance(given, Mapping):
         before = cast(Mapping[str, Any], kept)
         after = cast(Mapping[str, Any], given)
         for key in sorted(before.keys() | after.keys()):
-            yield from _differences(f"{field}.{key}", before.get(key, _MISSING), after.get(key, _MISSING))
+            yield from _differences(f"{field}.{key}", before.get(key), after.get(key))
     elif kept != given:
         yield field, shown(kept), shown(given)

@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
 from megarl.run.display import short
-from megarl.run.health import HealthFinding, Line
+from megarl.run.health import HealthFinding, Line, nothing_scores
 
 _INTERVAL = "_ci95"
 _SCORE = "eval/score"
 _OTHERS = ("eval/response_length", "eval/truncated_fraction")
 """Metrics of evaluations with an interval that are no scores."""
+_TO_TEACHER = "objective/kl_per_token"
+"""What falls where nothing scores and a teacher teaches."""
 _TRAINING_METRICS = (
     "objective/score",
-    "objective/kl_per_token",  # to a teacher, where nothing scores
+    _TO_TEACHER,
     "reward_model/accuracy",
     "sft/loss",
     "dpo/loss",
 )
-_FALLS = ("eval/loss", "objective/kl_per_token", "sft/loss", "dpo/loss")
+_FALLS = ("eval/loss", _TO_TEACHER, "sft/loss", "dpo/loss")
 """Metrics that fall in a run that learns."""
 _IMPLICIT = frozenset(("eval/logprob", "eval/logprob_chosen"))
 """Metrics of evaluations whose accuracy is of implicit rewards."""
@@ -112,6 +114,8 @@ def _history(lines: Sequence[Line], evaluations: Sequence[Line]) -> tuple[str, l
         if len(points) > 1:
             return metric, points
     for metric in _TRAINING_METRICS:
+        if metric == _TO_TEACHER and not all(map(nothing_scores, lines)):
+            continue
         known = [line for line in lines if line.get(metric) is not None]
         if len(known) >= _MIN_STEPS:
             return metric, _averages(known, metric)

@@ -95,7 +95,6 @@ LAYOUTS: Cases = {
         (["critic.path=/nowhere"], "readable config.json"),
     ],
     model_rules.checkpoints_share_the_tokens: [],  # in tests of their own: they need checkpoints
-    model_rules.teachers_share_the_tokens: [],
     placement_rules.run_directories_can_be_made: [
         (["run.dir=README.md"], "README.md is a file"),
         (["run.dir=README.md/run"], "README.md is a file"),

@@ -15,6 +15,7 @@ from megarl.config.rules import SECTION_RULES, rules_of
 from megarl.config.rules.tables import CONFLICTS, EXACTLY_ONE, ORDERED, READ_TEXT, UNUSED, Unused, condition
 from megarl.config.schema import STAGES, stage_classes
 from megarl.config.schema.schema_walk import has_path
+from megarl.stages.ppo.config import PPOConfig
 from tests.config.broken_algorithms import ALGORITHMS
 from tests.config.broken_layouts import LAYOUTS
 from tests.config.broken_stages import DPO, EVAL, RAFT, REWARD_MODEL, SFT
@@ -232,10 +233,19 @@ def test_a_teacher_needs_no_scores_and_nothing_that_compares_them(tmp_path: Path
     teacher = f"reference.path={checkpoint(tmp_path / 'teacher', hidden_size=64)}"
     debug(*TAUGHT, teacher)
     debug(*TAUGHT, teacher, "algo.scores.missing_end=mask")
-    found = refused(*TAUGHT, teacher, "algo.scores={clip: 3, missing_end: replace}", "reward.shuffle=true")
-    for name in ("clip", "missing_end"):
-        assert "null where nothing scores" in found[f"algo.scores.{name}"]
-    assert "false where nothing scores" in found["reward.shuffle"]
+    taught = debug(*TAUGHT, teacher, "algo.advantage=reinforce_pp")
+    assert isinstance(taught, PPOConfig)
+    assert not taught.has_scores
+    scores = "algo.scores={clip: 3, missing_end: replace, placement: every_valid}"
+    found = refused(
+        *TAUGHT, teacher, scores, "reward.shuffle=true", "algo.filter=nonzero_std", "algo.select={by: local}"
+    )
+    shaping = [f"algo.scores.{name}" for name in ("clip", "missing_end", "placement")]
+    for name in (*shaping, "algo.filter", "algo.select", "reward.shuffle"):
+        assert "has no effect where nothing scores" in found[name]
+    for advantage, placement in (("rloo", "reward"), ("reinforce_pp", "loss")):
+        settings = [f"algo.advantage={advantage}", f"algo.kl.in={placement}"]
+        assert "none where nothing scores" in refused(*TAUGHT, teacher, *settings)["algo.advantage"]
     assert "the penalty alone is learned" in refused(*TAUGHT, teacher, FUNCTIONS)["algo.advantage"]
     assert "reward.functions a function" in refused(*TAUGHT)["reward"]
     moving = refused(teacher, "algo.kl.reference_sync.every=1")["algo.kl.reference_sync"]

@@ -14,11 +14,12 @@ from tests.megatron.tiny import save_model
 
 pytestmark = pytest.mark.e2e
 
-VOCABULARY = 96
-"""Ids in use; the student has 100, and the teacher more than one rank's part of the padded vocabulary."""
+VOCABULARY = 150
+"""Ids in use, on both ranks of the teacher, which has 200."""
 CONFIG = """
 defaults: [{base}, opd]
 run: {{dir: {directory}/run, steps: 6, seed: 1}}
+model: {{vocab_size: 150, random: {{config: {{vocab_size: 160}}}}}}
 reference: {{path: {directory}/teacher}}
 groups:
   train: {{devices: 0, roles: {{actor: {{tokens_per_micro_batch: 128}}}}}}
@@ -50,6 +51,7 @@ def test_a_student_is_rewarded_by_a_teacher_of_another_size_and_vocabulary(tmp_p
     assert len(samples) == 2 * 16
     by_step: dict[int, list[float]] = {1: [], 6: []}
     for sample in samples:
+        assert sample["score"] is None
         tokens = sample["tokens"]
         name = sample["sample_id"].replace("/", "%2F")
         recorded = np.load(tmp_path / "recorded" / f"{name}.npz")

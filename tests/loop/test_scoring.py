@@ -30,6 +30,7 @@ from megarl.loop.scoring import (
     total_scores,
     unscored_metrics,
     with_selection,
+    without_scores,
 )
 from megarl.megatron.worker import MegatronWorker
 from megarl.rewards.functions import labels
@@ -192,6 +193,14 @@ def test_a_sample_with_one_failed_source_has_no_score() -> None:
     shapes = Scores.model_validate({"clip": 4.5, "missing_end": "zero"})
     found = total_scores(scores, SAMPLES, reward_weights(Reward(functions=functions)), shapes)
     assert found.tolist() == pytest.approx([2, NONE, NONE, 4.5, 4.5], nan_ok=True)
+
+
+def test_where_nothing_scores_samples_are_trained_on_without_a_total() -> None:
+    batch = without_scores(scored_batch([0, 0, 0, 0, NONE], advantage="none"))
+    assert np.isnan(batch.totals).all()
+    assert (batch.scores_by_reward, list(batch.metrics)) == ({}, ["rewards/unscored", "rewards/unscored/reward_model"])
+    assert batch.trained_roles == {"actor", "critic"}
+    assert np.isfinite(batch.samples.scores).tolist() == [True] * 4 + [False]
 
 
 def test_baselines_are_per_prompt() -> None:

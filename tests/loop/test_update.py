@@ -228,6 +228,7 @@ def test_experience_is_built_with_the_version_before_the_step_and_the_weight_of_
         algo=Algo.model_validate(algo),
         rollout=SimpleNamespace(max_staleness=2),
         role=lambda _: SimpleNamespace(tokens_per_micro_batch=8),
+        has_scores=True,
     )
     trainer: Any = object.__new__(PPOTrainer)
     trainer._config, trainer._kl = config, SimpleNamespace(coef=0.5)

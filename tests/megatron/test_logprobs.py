@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_chunked_bfloat16_gradients_accumulate_no_rounding(pool: RankPool) -> No
     assert errors[1] < 1.5 * errors[0], f"relative errors {errors}: more chunks, more rounding"
 
 
-def _of_roles(rank: int, actor: Path, reference: Path, layout: Layout) -> torch.Tensor:
+def _of_roles(rank: int, actor: Path, reference: Path, layout: Layout, options: Mapping[str, Any]) -> torch.Tensor:
     """[T]: the divergence at each response token of random samples, row after row, at temperature 0.7."""
     cache = GroupCache()
     roles = {
@@ -165,7 +166,7 @@ def _of_roles(rank: int, actor: Path, reference: Path, layout: Layout) -> torch.
     }
     chunks, infos = random_chunks()
     schedule = inference_schedule(infos, layout, 40).ranks[0]
-    found = ReferenceDivergence(roles["actor"], roles["reference"], chunks, schedule, 0.7, {})
+    found = ReferenceDivergence(roles["actor"], roles["reference"], chunks, schedule, 0.7, options)
     model = roles["actor"].model
     results = run_forward(model, micro_batches(model, schedule, chunks), schedule.pack_tokens, found)
     by_chunk = scatter([row for rows in schedule.packs for row in rows], torch.cat(results).numpy())
@@ -179,15 +180,19 @@ TEACHER = {"vocab_size": 120, "hidden_size": 48, "num_hidden_layers": 3, "num_ke
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("family", "fields", "layout"),
-    [("qwen2", {}, Layout()), ("llama", TEACHER, Layout()), ("llama", TEACHER, Layout(tp=2))],
+    ("family", "fields", "layout", "options"),
+    [
+        ("qwen2", {}, Layout(), {}),
+        ("llama", TEACHER, Layout(), {"form": "forward"}),
+        ("llama", TEACHER, Layout(tp=2), {"form": "jsd", "mix": 0.2}),
+    ],
 )
 def test_a_role_computes_the_divergence_from_its_reference(
-    pool: RankPool, tmp_path: Path, family: str, fields: dict[str, Any], layout: Layout
+    pool: RankPool, tmp_path: Path, family: str, fields: dict[str, Any], layout: Layout, options: dict[str, Any]
 ) -> None:
     actor_directory = save_model(tmp_path / "actor", seed=0)
     reference_directory = save_model(tmp_path / "reference", family, seed=1, **fields)
-    results = pool.run(_of_roles, actor_directory, reference_directory, layout, world_size=layout.world_size)
+    results = pool.run(_of_roles, actor_directory, reference_directory, layout, options, world_size=layout.world_size)
     models = []
     for directory in (actor_directory, reference_directory):
         config = json.loads((directory / "config.json").read_text())
@@ -196,6 +201,6 @@ def test_a_role_computes_the_divergence_from_its_reference(
     for sample in samples_of(*random_chunks()):
         with torch.no_grad():
             logits = [token_logits(model, sample)[:, :VOCABULARY] / 0.7 for model in models]
-            expected.append(kl.full(*logits))
+            expected.append(kl.full(*logits, **options))
     for found in results:
         torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)

@@ -219,6 +219,9 @@ def _measured(actor: nn.Module, reference: nn.Module, critic: Any, sample: Sampl
     weights = [1.0] * len(recomputed)
     for weigh in settings.weigh:
         weights = [a * b for a, b in zip(weights, weigh(recomputed, sample.rollout_logprobs), strict=True)]
+    ref_logits = torch.empty(0)
+    if settings.kl_of_distributions is not None:
+        ref_logits = token_logits(reference, sample).detach()
     return Experience(
         old_logprobs=list(sample.rollout_logprobs) if settings.bypass else recomputed,
         ref_logprobs=token_statistics(reference, sample, settings.temperature)[0].tolist(),
@@ -226,7 +229,7 @@ def _measured(actor: nn.Module, reference: nn.Module, critic: Any, sample: Sampl
         advantages=[],
         weights=weights,
         learnt=0.0 if settings.mask_unfinished and not sample.finished else 1.0,
-        ref_logits=token_logits(reference, sample).detach(),
+        ref_logits=ref_logits,
     )
 
 

@@ -226,6 +226,7 @@ def test_distributions_of_a_teacher_have_the_actors_parts_of_the_vocabulary(tmp_
     check(load(DEBUG, [*shapes, f"reference.path={near}"]))
     said = refusal(*shapes, f"reference.path={far}")
     assert "128 rows of the vocabulary on 2 ranks, as of the actor" in said
+    assert f"reference.path = {far}" in said
     assert "set tp to 1" in said
 
 

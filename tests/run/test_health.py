@@ -228,6 +228,15 @@ def test_without_evaluations_the_training_score_decides() -> None:
     assert judge(healthy(5), [], []) == ""
 
 
+def test_a_divergence_is_learned_from_a_teacher_alone() -> None:
+    lines = [{"step": step, "objective/kl_per_token": 3 - step / 10 + 0.01 * (step % 2)} for step in range(1, 21)]
+    assert judge(lines, [], []).startswith("learned: objective/kl_per_token in training ")
+    assert HealthMonitor(lines).findings == []
+    assert HealthMonitor(lines, {"objective/kl_per_token": 1.5}).findings, "a limit that the user gave"
+    scored = [{**line, "objective/score": None} for line in lines]
+    assert judge(scored, [], []) == ""
+
+
 def test_a_score_that_rose_does_not_hide_a_harmful_finding() -> None:
     evaluations = [{"step": step, "eval/right": step / 40, "eval/right_ci95": 0.02} for step in (0, 20, 40)]
 

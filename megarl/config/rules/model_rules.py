@@ -20,17 +20,15 @@ def checkpoints_are_readable(field: str, start: Model | Reward | Critic | Refere
             yield f"{field}.path", rule, correct_model_path(start.path)
 
 
-def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Broken]:
-    """The reward model and the critic have every token id that the actor uses."""
-    yield from _share_the_tokens(model, {"reward": reward, "critic": critic})
-
-
-def teachers_share_the_tokens(model: Model, reference: Reference) -> Iterator[Broken]:
-    """A teacher has every token id that the actor uses."""
-    yield from _share_the_tokens(model, {"reference": reference})
-
-
-def _share_the_tokens(model: Model, sections: Mapping[str, Reward | Critic | Reference | None]) -> Iterator[Broken]:
+def checkpoints_share_the_tokens(
+    model: Model, reward: Reward, critic: Critic | None, reference: Reference
+) -> Iterator[Broken]:
+    """The reward model, the critic and a teacher have every token id that the actor uses."""
+    sections: Mapping[str, Reward | Critic | Reference | None] = {
+        "reward": reward,
+        "critic": critic,
+        "reference": reference,
+    }
     used = ids_in_use(model)
     for role, section in sections.items():
         if section is None or section.path is None:

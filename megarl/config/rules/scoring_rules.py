@@ -9,7 +9,6 @@ from megarl.config.rules.model_rules import ids_in_use
 from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
     Algo,
-    Choice,
     Cluster,
     EnvironmentSettings,
     Evaluation,
@@ -25,6 +24,18 @@ _WITHOUT_REWARD = ("tools", "user_turns")
 """Built-in environments whose reward is always 0: something else scores their conversations."""
 
 
+def score_weights(groups: Groups, reward: Reward, environment: EnvironmentSettings | None) -> list[float]:
+    """Returns the weight of each reward; none where nothing scores the responses."""
+    weights = [function.weight for function in reward.functions]
+    if placed(groups, "reward"):
+        weights.append(reward.weight)
+    if environment is not None and environment.name not in _WITHOUT_REWARD:
+        weights.append(environment.weight)
+    if reward.judge_model is not None:
+        weights.append(reward.judge_model.weight)
+    return weights
+
+
 def scores_have_a_source(
     algo: Algo,
     reference: Reference,
@@ -33,44 +44,37 @@ def scores_have_a_source(
     environment: EnvironmentSettings | None,
 ) -> Iterator[Broken]:
     """A reward model, a function or the environment scores, with a weight that is not 0; a teacher needs none."""
-    weights = [function.weight for function in reward.functions]
-    if placed(groups, "reward"):
-        weights.append(reward.weight)
-    if environment is not None and environment.name not in _WITHOUT_REWARD:
-        weights.append(environment.weight)
-    if reward.judge_model is not None:
-        weights.append(reward.judge_model.weight)
+    weights = score_weights(groups, reward, environment)
     if not weights and reference.path is not None and algo.kl.coef > 0:
-        yield from _scores_are_missed(algo, reward)
+        yield from _nothing_reads_scores(algo, reward)
     elif not weights:
         others = "reward.judge_model or an environment other than " + " and ".join(_WITHOUT_REWARD)
         rule = f"a group must have the role reward, reward.functions a function, or there must be {others}"
         fix = "add reward to the roles of a group, or give reward.functions"
         yield Problem("reward", "nothing scores", rule, fix)
     elif not any(weights):
-        fix = "raise reward.weight, or that of a function"
-        yield Problem("reward", "all weights 0", "one that is not 0: nothing could be learned", fix)
+        rule = "one that is not 0: nothing could be learned from scores"
+        fix = "raise reward.weight, or that of a function; evaluation.functions reports scores that are not learned"
+        yield Problem("reward", "all weights 0", rule, fix)
     elif algo.advantage.name == "none" and "advantages" in algo.loss_reads and algo.kl.coef > 0:
         rule = "an advantage where responses are scored: without it, the penalty alone is learned"
         yield "algo.advantage", rule, "choose one, such as grpo, or remove what scores"
 
 
-def _scores_are_missed(algo: Algo, reward: Reward) -> Iterator[Broken]:
-    """Without scores the reference teaches alone, and nothing may compare scores."""
+def _nothing_reads_scores(algo: Algo, reward: Reward) -> Iterator[Broken]:
+    """Without scores the reference teaches alone: advantages are of its penalty, and nothing compares scores."""
     where = "where nothing scores, and reference.path is the teacher"
-    fix = "set it to null, or give reward.functions"
-    compared = {
-        "algo.filter": algo.filter,
-        "algo.select": algo.select,
-        "algo.scores.clip": algo.scores.clip,
-        "algo.scores.missing_end": algo.scores.missing_end,
-    }
-    for field, value in compared.items():
-        masks = isinstance(value, Choice) and value.name == "mask"  # which needs no scores
-        if value is not None and not masks:
-            yield field, f"null {where}", fix
-    if reward.shuffle:
-        yield "reward.shuffle", f"false {where}", "set it to false, or give reward.functions"
+    otherwise = "or give reward.functions"
+    of_penalties = algo.from_token_rewards and algo.kl.placement == "reward"
+    if algo.advantage.name != "none" and not of_penalties:
+        yield "algo.advantage", f"none {where}", f"set it to none, {otherwise}"
+    yield from ineffective_settings("algo", algo, ("filter", "select"), where, otherwise)
+    shaping = ["clip", "placement"]
+    missing = algo.scores.missing_end
+    if missing is None or missing.name != "mask":  # which needs no scores
+        shaping += ["missing_end", "truncate_at"]
+    yield from ineffective_settings("algo.scores", algo.scores, shaping, where, otherwise)
+    yield from ineffective_settings("reward", reward, ("shuffle", "max_unscored_steps"), where, otherwise)
 
 
 def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Broken]:

@@ -8,6 +8,7 @@ prompt with the response to another.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,11 @@ import numpy as np
 from megarl.cluster.calls import gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
+from megarl.config import ConfigError, Problem
 from megarl.data.batches import text_batch
 from megarl.data.encoding import Ids
 from megarl.data.schedule import inference_schedule
 from megarl.data.training_texts import TrainingText
-from megarl.errors import RunError
 from megarl.groups.trainers import RemoteRole
 from megarl.loop.pass_meter import PassMeter
 from megarl.loop.supervised import SupervisedTrainer
@@ -50,7 +51,7 @@ class DPOTrainer(SupervisedTrainer):
         self._reference = self.roles.get("reference")
         self._reads_kl = "kl" in config.preference.reads
         self._max_tokens = config.data.max_tokens
-        self._texts = [text for rows in data.rows.values() for text in rows]
+        self._rows_of_sets = list(data.rows.values())
         self._precomputed: ReferenceLogprobs | None = None
         if config.reference.precompute:
             directory = RunPaths(config.run.dir).reference / digest_model(Path(model_dir))
@@ -61,13 +62,13 @@ class DPOTrainer(SupervisedTrainer):
         precomputed = self._precomputed
         if precomputed is None:
             return {}
-        missing = precomputed.missing(self._texts)
+        missing = precomputed.missing(itertools.chain(*self._rows_of_sets))
         if missing and step > 0:
             rows = counted(len(missing), "row")
-            rule = f"the log-probabilities of {rows} under the initial model are not in run.dir"
-            fix = "restore its folder reference and the rows that the run began with, "
-            fix += "or choose another run.dir"
-            raise RunError(f"reference.precompute: {rule}, and the actor has other weights now; {fix}")
+            rule = f"the log-probabilities of {rows} under the initial model are not in run.dir, "
+            rule += "and the actor has other weights now"
+            fix = "restore its folder reference and the rows that the run began with, or choose another run.dir"
+            raise ConfigError([Problem("reference.precompute", "true", rule, fix)])
         count = _STEPS_PER_FILE * self._config.rows_per_step
         for first in range(0, len(missing), count):
             self._phase(f"reference log-probabilities, {first} of {counted(len(missing), 'row')}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from megarl.config import RolloutTrainingConfig
+from megarl.config.rules.scoring_rules import score_weights
 from megarl.config.schema import PTX, Algo, Critic, Reference
 from megarl.config.schema.base import raw_section
 from megarl.config.schema.loss_specs import LossSpec, NewHead, PolicySpec, ValueSpec
@@ -45,6 +46,11 @@ class PPOConfig(RolloutTrainingConfig):
         return super().saved if self.algo.kl.reference_sync is None else (*super().saved, "reference")
 
     @property
+    def has_scores(self) -> bool:
+        """Whether anything scores the responses; otherwise a teacher alone teaches."""
+        return bool(score_weights(self.groups, self.reward, self.environment))
+
+    @property
     def critic_warmup_steps(self) -> int:
         """First steps of the run, in which the critic alone is trained."""
         return 0 if self.critic is None else self.critic.warmup_steps
@@ -64,7 +70,7 @@ class PPOConfig(RolloutTrainingConfig):
     @property
     def shown_metrics(self) -> tuple[str, ...]:
         possible = {
-            "objective/score": any(_sources(self)),
+            "objective/score": self.has_scores,
             "objective/kl": self.has_role("reference"),
             "select/score": self.algo.select is not None,
             "response_length/mean": True,
@@ -143,7 +149,9 @@ class PPOConfig(RolloutTrainingConfig):
         yield "prompts", f"{source}; {epochs}"
         yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
         yield "lengths", lengths_text(self.rollout)
-        scores = " + ".join(_sources(self)) or "none: the actor learns from the reference alone"
+        scores = "none: the actor learns from the reference alone"
+        if self.has_scores:
+            scores = " + ".join(_sources(self))
         if self.reward.shuffle:
             scores += ", shuffled"
         yield "scores", scores
@@ -176,6 +184,8 @@ def _sources(config: PPOConfig) -> Iterator[str]:
         yield f"{config.environment.weight:g} x environment"
     for function in reward.functions:
         yield f"{function.weight:g} x {function.name}"
+    if reward.judge_model is not None:
+        yield f"{reward.judge_model.weight:g} x judge"
 
 
 def _update(config: PPOConfig) -> str:

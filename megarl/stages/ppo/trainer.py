@@ -27,7 +27,15 @@ from megarl.loop.forward_passes import ROLES, Forward, ForwardPasses
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import Sampled, Sampler
-from megarl.loop.scoring import ENVIRONMENT, ScoredBatch, sample_filter, score_batch, shuffled_order, with_selection
+from megarl.loop.scoring import (
+    ENVIRONMENT,
+    ScoredBatch,
+    sample_filter,
+    score_batch,
+    shuffled_order,
+    with_selection,
+    without_scores,
+)
 from megarl.loop.update import PretrainMix, Updater
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ExperienceRequest
@@ -110,6 +118,8 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             order = shuffled_order(len(Branches.of(samples).last), self._config.run.seed, step)
         greedy = None if sampled.greedy is None else await sampled.greedy
         batch = score_batch(samples, scored, greedy, self._weights, algo, order=order)
+        if not self._config.has_scores:
+            return without_scores(batch)
         if algo.select is None:
             return batch
         return with_selection(batch, scored.samples, algo.select, self._config.data.samples_per_prompt)
@@ -157,7 +167,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             self._meter.add(name, ROLES[name], samples, seconds)
             timings[f"time/{name}"] = seconds
         found = dict(report.metrics)
-        if not batch.scores_by_reward:
+        if not self._config.has_scores:
             for name in ("objective/score", "objective/rlhf_reward"):
                 found.pop(name, None)
         return call.chunks, {**found, **batch.metrics, **timings}
