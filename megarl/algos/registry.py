@@ -213,6 +213,14 @@ SELECTIONS: Final[Kind[Callable[..., Tensor]]] = Kind(
     returns="[K] int64, the indices of the samples",
     custom=False,
 )
+CURRICULA: Final[Kind[Callable[..., Any]]] = Kind(
+    title="Curricula",
+    field="data.curriculum",
+    module="curriculum",
+    functions=_same("pools", "learnability", "thompson"),
+    arguments=("history", "count", "random"),
+    returns="[count] int64, different indices of prompts",
+)
 PREFERENCE_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
     title="Losses of reward models",
     field="reward.loss",
@@ -253,6 +261,7 @@ KINDS: Final[tuple[Kind[Any], ...]] = (
     ROLLOUT_WEIGHTS,
     FILTERS,
     SELECTIONS,
+    CURRICULA,
     PREFERENCE_LOSSES,
     DIRECT_LOSSES,
 )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,8 @@ from megarl.rollout.completions import load_chunks, save_chunks
 from megarl.rollout.requests import sampling_settings
 from megarl.types import ConversationOutcome, RolloutChunk, SampleInfo
 
-_FORMAT = 2
-"""Of saved rollouts: their scores are those of conversations, and the rewards of turns are raw."""
+_FORMAT = 3
+"""Of saved rollouts: scores are of conversations, rewards of turns are raw, scores of all rounds are kept."""
 
 
 class RolloutBuffer:
@@ -88,6 +88,10 @@ class RolloutBuffer:
         self._taken = step
         self._sampler.forget(step)
         return sampled
+
+    def note(self, step: int, scores: Mapping[str, Sequence[float]]) -> None:
+        """Takes the known scores of the prompts of a step that is trained on; see `Curriculum`."""
+        self._sampler.note(step, scores)
 
     async def prepare_sync(self) -> None:
         """Waits for what only the present weights may sample."""
@@ -202,7 +206,14 @@ class RolloutBuffer:
             sizes = (len(prompts), len(Branches.of(rollouts.samples).last) // len(prompts))
             if is_fresh and sizes == self._sizes:
                 self._loaded[int(step)] = partial(
-                    self._sampler.score, prompts, rollouts, greedy, saved["metrics"], scoring, greedy_scoring
+                    self._sampler.score,
+                    prompts,
+                    rollouts,
+                    greedy,
+                    saved["metrics"],
+                    scoring,
+                    greedy_scoring,
+                    scores=saved["scores"],
                 )
 
 
@@ -217,6 +228,7 @@ def _save(sampled: Sampled, path: Path) -> dict[str, Any]:
         "samples": _save_rollouts(sampled.rollouts, sampled.scoring, path.with_name(f"{path.name}.npz")),
         "greedy": greedy,
         "metrics": dict(sampled.metrics),
+        "scores": sampled.scores,
     }
 
 

@@ -18,6 +18,7 @@ from megarl.cluster.session import Session
 from megarl.config import RolloutTrainingConfig, SamplingConfig
 from megarl.config.schema import TruncateAt
 from megarl.data.branches import Branches
+from megarl.data.curriculum import Curriculum
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream
 from megarl.groups.colocation import Colocation
@@ -28,7 +29,7 @@ from megarl.groups.rollouts import PendingRollouts, Rollouts
 from megarl.groups.scorers import launch_scorers
 from megarl.groups.trainers import Service, Trainers
 from megarl.loop.forward_passes import Forwards
-from megarl.loop.scoring import SampleFilter, ScoredSamples, Scorer
+from megarl.loop.scoring import SampleFilter, ScoredSamples, Scorer, scores_by_prompt
 from megarl.types import Prompt, SampleInfo
 
 Scoring = asyncio.Future[ScoredSamples]
@@ -45,7 +46,9 @@ class Sampled:
         forwards: forward passes that have begun, of each part of the samples.
         greedy_rollouts: greedy responses, one per different prompt, which are not trained on.
         greedy: scores of these.
-        metrics: metrics of dynamic sampling.
+        metrics: metrics of dynamic sampling and of the curriculum.
+        scores: known scores of the prompts of all rounds, also of those that the filter rejected;
+            None without a filter.
     """
 
     prompts: Sequence[Prompt]
@@ -55,6 +58,7 @@ class Sampled:
     greedy_rollouts: Rollouts | None = None
     greedy: Scoring | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    scores: Mapping[str, Sequence[float]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class Sampler:
             rejected draws fill the step.
         begin_forwards: starts forward passes over a part of the samples.
         greedy: also score the greedy response to each prompt.
+        curriculum: chooses the prompts; None takes them in epochs.
     """
 
     def __init__(
@@ -124,6 +129,7 @@ class Sampler:
         max_rounds: int = 1,
         greedy: bool = False,
         begin_forwards: Callable[[Rollouts], Forwards] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self._config = config
         self._stream = Stream(prompts, config.run.seed)
@@ -136,6 +142,7 @@ class Sampler:
         self._max_rounds = max_rounds
         self._greedy = greedy
         self._begin_forwards = begin_forwards
+        self._curriculum = curriculum
         self._drawn: dict[int, list[str]] = {}  # the prompts of steps that have not been trained on
         self._requested: Counter[int] = Counter()  # how many of them this process has requested
 
@@ -143,17 +150,25 @@ class Sampler:
         """Samples a step and starts to score it; afterwards the trainers have the devices."""
         metrics: Mapping[str, float] = {}
         forwards: Sequence[Forwards] = ()
+        scores: Mapping[str, Sequence[float]] | None = None
         greedy = None
         if self._keep is None:
             await self._parts.colocation.to_rollout()
             prompts = self._draw(step)
             rollouts, scoring, forwards = await self._generate(prompts, (), step)
         else:
-            prompts, rollouts, scoring, metrics = await self._filtered(self._keep, step)
+            filtered = await self._filtered(self._keep, step)
+            prompts = filtered.prompts
+            rollouts = filtered.rollouts
+            scoring = filtered.scoring
+            metrics = filtered.metrics
+            scores = filtered.scores
+        if self._curriculum is not None:
+            metrics = {**metrics, **self._curriculum.metrics(step, [prompt.prompt_id for prompt in prompts])}
         if self._greedy:
             await self._parts.colocation.to_rollout()
             greedy = await self._parts.generator.generate(greedy_requests(prompts, step=step), self._chunks).result()
-        return await self.score(prompts, rollouts, greedy, metrics, scoring, forwards=forwards)
+        return await self.score(prompts, rollouts, greedy, metrics, scoring, forwards=forwards, scores=scores)
 
     async def score(
         self,
@@ -164,6 +179,7 @@ class Sampler:
         scoring: Scoring | None = None,
         greedy: Scoring | None = None,
         forwards: Sequence[Forwards] = (),
+        scores: Mapping[str, Sequence[float]] | None = None,
     ) -> Sampled:
         """Starts whatever scoring has not started yet; gives the devices to the trainers."""
         await self._parts.colocation.to_training()
@@ -180,10 +196,16 @@ class Sampler:
             greedy_rollouts=greedy_rollouts,
             greedy=greedy,
             metrics=metrics,
+            scores=scores,
         )
 
     def prompt(self, prompt_id: str) -> Prompt:
         return self._stream[prompt_id]
+
+    def note(self, step: int, scores: Mapping[str, Sequence[float]]) -> None:
+        """Takes the known scores of the prompts of a step that is trained on."""
+        if self._curriculum is not None:
+            self._curriculum.note(step, scores)
 
     def forget(self, step: int) -> None:
         """Ends the record of a step's prompts, when it was trained on."""
@@ -195,12 +217,16 @@ class Sampler:
         state: dict[str, Any] = {**self._stream.state()}
         if self._drawn:
             state["drawn"] = {str(step): prompts for step, prompts in sorted(self._drawn.items())}
+        if self._curriculum is not None:
+            state["curriculum"] = self._curriculum.state()
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads `state()`, so that steps get the same prompts; raises ValueError if these changed."""
         self._stream.load(state)
         self._drawn = {int(step): list(prompts) for step, prompts in state.get("drawn", {}).items()}
+        if self._curriculum is not None:
+            self._curriculum.load(state.get("curriculum", {}))
 
     def _draw(self, step: int) -> list[Prompt]:
         """Returns the next prompts of a step; those that an earlier process drew come first."""
@@ -208,7 +234,11 @@ class Sampler:
         first = self._requested[step]
         stop = first + self._prompts_per_step
         self._requested[step] = stop
-        drawn += [prompt.prompt_id for prompt in self._stream.next(max(stop - len(drawn), 0))]
+        missing = max(stop - len(drawn), 0)
+        if self._curriculum is None:
+            drawn += [prompt.prompt_id for prompt in self._stream.next(missing)]
+        else:
+            drawn += self._curriculum.next(step, missing, drawn)
         return [self._stream[prompt_id] for prompt_id in drawn[first:stop]]
 
     async def _generate(
@@ -241,13 +271,12 @@ class Sampler:
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         return self._parts.engines.spawn(self._parts.scorer.score(rollouts, by_id, self._config.reward.functions))
 
-    async def _filtered(
-        self, keep: SampleFilter, step: int
-    ) -> tuple[list[Prompt], Rollouts, Scoring, Mapping[str, float]]:
-        """Returns prompts, rollouts, scores and metrics of the first draws that pass the filter."""
+    async def _filtered(self, keep: SampleFilter, step: int) -> Sampled:
+        """Returns the first draws that pass the filter."""
         wanted = self._prompts_per_step
         size = self._samples_per_prompt
-        prompts, rounds, scorings, kept = await self._rounds(keep, step)
+        scores: dict[str, list[float]] = {}
+        prompts, rounds, scorings, kept = await self._rounds(keep, step, scores)
         others = sorted(set(range(len(prompts))) - set(kept))
         chosen = sorted([*kept, *others][:wanted])
         rollouts = Rollouts.joined(rounds)
@@ -269,12 +298,22 @@ class Sampler:
             "filter/groups_kept": len(kept) / len(prompts),
             "filter/filled": max(wanted - len(kept), 0),
         }
-        return [prompts[draw] for draw in chosen], rollouts, known_scores(selected), metrics
+        return Sampled(
+            prompts=[prompts[draw] for draw in chosen],
+            rollouts=rollouts,
+            scoring=known_scores(selected),
+            metrics=metrics,
+            scores=scores,
+        )
 
     async def _rounds(
-        self, keep: SampleFilter, step: int
+        self, keep: SampleFilter, step: int, scores: dict[str, list[float]]
     ) -> tuple[list[Prompt], list[Rollouts], list[ScoredSamples], list[int]]:
-        """Samples rounds until enough draws pass; returns draws, samples by round, and who passed."""
+        """Samples rounds until enough draws pass; returns draws, samples by round, and who passed.
+
+        Args:
+            scores: gets the scores of all draws, by prompt.
+        """
         drawn: list[Prompt] = []
         rounds: list[Rollouts] = []
         scorings: list[ScoredSamples] = []
@@ -291,8 +330,10 @@ class Sampler:
             rounds.append(rollouts)
             scorings.append(scored)
             whole = Branches.of(scored.samples).whole(scored.samples)
-            keeps = keep(scored.scores, whole)[:: self._samples_per_prompt]
-            kept += (len(drawn) + np.flatnonzero(keeps)).tolist()
+            keeps, totals = keep(scored.scores, whole)
+            kept += (len(drawn) + np.flatnonzero(keeps[:: self._samples_per_prompt])).tolist()
+            for prompt_id, known in scores_by_prompt(whole, totals).items():
+                scores.setdefault(prompt_id, []).extend(known)
             drawn += prompts
         return drawn, rounds, scorings, kept
 

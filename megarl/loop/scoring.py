@@ -20,6 +20,7 @@ A score of NaN means that the reward could not score the sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,8 +62,8 @@ ENVIRONMENT = "environment"
 ScoresByReward = Mapping[str, Values]
 """[C] unweighted scores by the name of the reward; those of the reward model are normalized."""
 
-SampleFilter = Callable[[ScoresByReward, Sequence[SampleInfo]], Flags]
-"""Returns for each conversation whether its prompt is kept, [C] bool."""
+SampleFilter = Callable[[ScoresByReward, Sequence[SampleInfo]], tuple[Flags, Values]]
+"""Returns for each conversation whether its prompt is kept, [C] bool, and its total score, [C]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,7 +376,7 @@ def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
     assert algo.filter is not None
     passes = bound(FILTERS, algo.filter.name, algo.filter.options)
 
-    def keep(scores: ScoresByReward, samples: Sequence[SampleInfo]) -> Flags:
+    def keep(scores: ScoresByReward, samples: Sequence[SampleInfo]) -> tuple[Flags, Values]:
         totals = total_scores(scores, samples, weights, algo.scores)
         groups = group_numbers(samples)
         scored = np.isfinite(totals)
@@ -383,9 +384,19 @@ def sample_filter(weights: Mapping[str, float], algo: Algo) -> SampleFilter:
         for group in range(groups.max() + 1):
             members = totals[scored & (groups == group)]
             kept.append(len(members) > 0 and bool(passes(torch.as_tensor(members))))
-        return np.array(kept)[groups]
+        return np.array(kept)[groups], totals
 
     return keep
+
+
+def scores_by_prompt(samples: Sequence[SampleInfo], totals: Values) -> dict[str, list[float]]:
+    """Returns the known scores of conversations, [C], by their prompts."""
+    scores: dict[str, list[float]] = {}
+    for sample, total in zip(samples, totals.tolist(), strict=True):
+        known = scores.setdefault(sample.prompt_id, [])
+        if math.isfinite(total):
+            known.append(total)
+    return scores
 
 
 def group_numbers(samples: Sequence[SampleInfo]) -> Indices:

@@ -115,6 +115,13 @@ ALGORITHMS: Cases = {
             "checkpoint.every = null must be a multiple of evaluation.every = 2",
         ),
     ],
+    data_rules.shares_leave_medium_prompts: [
+        (
+            ["data.curriculum={name: pools, hard_share: 0.4, easy_share: 0.7}"],
+            "data.curriculum.easy_share",
+            "at most 0.6",
+        )
+    ],
     scoring_rules.scores_have_a_source: [
         (NO_REWARD, "reward", "reward.functions a function"),
         ([*NO_REWARD, "environment.name=tools"], "reward", "other than tools and user_turns"),

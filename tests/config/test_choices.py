@@ -141,8 +141,8 @@ def test_wrong_option_values_are_reported_by_option_path(override: str, field: s
 
 # ---- options are those of the functions
 
-BY_HAND = {"auto", "none", "mask"}
-"""Names without a function: what the estimator's source does, nothing, and no weight."""
+BY_HAND = {"auto", "none", "mask", "uniform"}
+"""Names without a function: what the estimator's source does, nothing, no weight, and epochs."""
 
 
 def tables() -> dict[str, Mapping[str, type[BaseModel]]]:

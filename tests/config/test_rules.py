@@ -238,10 +238,16 @@ def test_a_teacher_needs_no_scores_and_nothing_that_compares_them(tmp_path: Path
     assert not taught.has_scores
     scores = "algo.scores={clip: 3, missing_end: replace, placement: every_valid}"
     found = refused(
-        *TAUGHT, teacher, scores, "reward.shuffle=true", "algo.filter=nonzero_std", "algo.select={by: local}"
+        *TAUGHT,
+        teacher,
+        scores,
+        "reward.shuffle=true",
+        "algo.filter=nonzero_std",
+        "algo.select={by: local}",
+        "data.curriculum=thompson",
     )
     shaping = [f"algo.scores.{name}" for name in ("clip", "missing_end", "placement")]
-    for name in (*shaping, "algo.filter", "algo.select", "reward.shuffle"):
+    for name in (*shaping, "algo.filter", "algo.select", "data.curriculum", "reward.shuffle"):
         assert "has no effect where nothing scores" in found[name]
     for advantage, placement in (("rloo", "reward"), ("reinforce_pp", "loss")):
         settings = [f"algo.advantage={advantage}", f"algo.kl.in={placement}"]

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 DEBUG = "configs/debug/ppo.yaml"
 PARTS = (
     "algo.filter=nonzero_std",  # the responses that the length limit ends all score -1
+    "data.curriculum={name: thompson, lowest: -1}",
     "algo.early_stop={kl: 10}",
     "algo.kl.target=6",
     "algo.correction.weights={name: token_mask, upper: 5}",

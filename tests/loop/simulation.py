@@ -7,13 +7,16 @@ import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from megarl.algos.curriculum import thompson
 from megarl.cluster.ray_worker import ChunkRefs
+from megarl.data.curriculum import Curriculum
 from megarl.data.prompts import sample_requests
 from megarl.data.stream import stable_hash
 from megarl.groups.resharder import Resharder
@@ -22,7 +25,7 @@ from megarl.loop.forward_passes import ForwardPasses
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import RolloutParts, Sampled, Sampler
-from megarl.loop.scoring import ScoredSamples, ScoresByReward
+from megarl.loop.scoring import ScoredSamples, ScoresByReward, scores_by_prompt
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.run.results import EvaluationResult
 from megarl.types import Layout, Prompt, Ragged, SampleInfo, Schedule
@@ -57,10 +60,8 @@ class Scorer:
 
 def differ(sources: ScoresByReward, samples: Sequence[SampleInfo]) -> Any:
     """Keeps prompts whose samples do not all score the same."""
-    of_prompt: dict[str, set[float]] = {}
-    for score, sample in zip(sources["rule"].tolist(), samples, strict=True):
-        of_prompt.setdefault(sample.prompt_id, set()).add(score)
-    return np.array([len(of_prompt[sample.prompt_id]) > 1 for sample in samples])
+    of_prompt = scores_by_prompt(samples, sources["rule"])
+    return np.array([len(set(of_prompt[sample.prompt_id])) > 1 for sample in samples]), sources["rule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class Setup:
     greedy: bool = False
     parts: int = 1
     conversations: bool = False
+    curriculum: bool = False
 
 
 class Devices:
@@ -173,6 +175,14 @@ class Simulation:
         self.devices: Any = Devices(self.engines, moves, shared=setup.shared)
         scorer: Any = Scorer(chance)
         begin = None if setup.filtered else self.passes.begin
+        curriculum = Curriculum(
+            [prompt.prompt_id for prompt in PROMPTS],
+            partial(thompson, highest=2.0),
+            name="thompson",
+            seed=SEED,
+            staleness=setup.staleness,
+            scale=(0.0, 2.0),
+        )
         sampler = Sampler(
             config,
             PROMPTS,
@@ -182,6 +192,7 @@ class Simulation:
             max_rounds=3,
             greedy=setup.greedy,
             begin_forwards=begin,
+            curriculum=curriculum if setup.curriculum else None,
         )
         self.buffer = RolloutBuffer(config, sampler, self.engines, self.devices)
         self.trained: dict[int, Sampled] = {}
@@ -224,7 +235,9 @@ class Simulation:
             name: [column[sample.chunk][sample.row].tolist() for sample in sampled.rollouts.samples]
             for name, column in columns.items()
         }
-        await sampled.scoring
+        scored = await sampled.scoring
+        scores = scores_by_prompt(sampled.rollouts.samples, scored.scores["rule"])
+        self.buffer.note(step, scores if sampled.scores is None else sampled.scores)
         if sampled.greedy is not None:
             await sampled.greedy
         self.roles["actor"].version = self.roles["critic"].version = step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ KINDS: Sequence[Any] = [
     pytest.param(PLAIN, id="plain"),
     pytest.param({"filtered": True}, id="filtered"),
     pytest.param({"filtered": False, "greedy": True}, id="greedy"),
+    pytest.param({"filtered": False, "curriculum": True}, id="curriculum"),
+    pytest.param({"filtered": True, "curriculum": True}, id="filtered curriculum"),
 ]
 
 
@@ -44,6 +47,7 @@ def numbers(simulation: Simulation) -> list[Any]:
             None if sampled.greedy is None else sampled.greedy.result().scores["rule"].tolist(),
             simulation.columns[step],
             sampled.scoring.result().scores["packed"].tolist(),
+            sampled.metrics,
         )
         for step, sampled in sorted(simulation.trained.items())
     ]
@@ -109,6 +113,7 @@ def test_a_run_resumed_from_any_checkpoint_has_the_numbers_of_one_that_was_not_i
         step, directory = 1 + seed % (STEPS - 1), tmp_path / str(seed)
         _, state = saved(setup(seed, kind, **options), seed, step, directory)
         assert bool(state.get("sampled")) == directory.exists()
+        state = json.loads(json.dumps(state))
         again = resumed(setup(seed + 1000, kind, **options), seed + 1000, step, state, directory)
         assert numbers(again) == straight[step:], f"schedule {seed} differs after step {step}"
 

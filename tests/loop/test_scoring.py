@@ -275,8 +275,9 @@ def test_the_shuffled_control_permutes_scores_over_samples() -> None:
 )
 def test_a_filter_reads_the_scored_samples_of_a_prompt(chosen: dict[str, Any], expected: list[bool]) -> None:
     keep = sample_filter(reward_weights(Reward()), Algo.model_validate({"filter": chosen}))
-    assert keep({"reward_model": np.float32([0, 1, 2, 1.5, 9])}, SAMPLES).tolist() == expected
-    assert not keep({"reward_model": np.float32([NONE] * 5)}, SAMPLES).any()
+    kept, totals = keep({"reward_model": np.float32([0, 1, 2, 1.5, 9])}, SAMPLES)
+    assert (kept.tolist(), totals.tolist()) == (expected, [0, 1, 2, 1.5, 9])
+    assert not keep({"reward_model": np.float32([NONE] * 5)}, SAMPLES)[0].any()
 
 
 def test_lengths_and_endings_cover_the_step() -> None:
@@ -334,7 +335,7 @@ def test_branches_count_as_one_sample() -> None:
         assert found.metrics == expected.metrics
     assert sample_metrics(branched, 9) == sample_metrics(whole, 9)
     keep = sample_filter(reward_weights(Reward()), Algo.model_validate({"filter": "nonzero_std"}))
-    assert keep({"reward_model": np.float32([1, 1, 3, 5])}, whole).tolist() == [False, False, True, True]
+    assert keep({"reward_model": np.float32([1, 1, 3, 5])}, whole)[0].tolist() == [False, False, True, True]
 
 
 def test_conversations_report_their_turns_failures_and_the_metrics_of_their_environment() -> None:

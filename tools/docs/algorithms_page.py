@@ -20,6 +20,7 @@ from megarl.algos import (
     rollout_correction,
     value_loss,
 )
+from megarl.algos.curriculum import History
 from megarl.algos.group_advantages import Samples
 from megarl.algos.normalization import Groups
 from megarl.algos.policy_loss import LossTerms
@@ -28,7 +29,7 @@ from megarl.algos.signatures import REQUIRED, Signature
 from megarl.rewards.functions import soft_overlong
 
 INTRODUCTION = Path(__file__).with_name("algorithms.md")
-_RECORDS = (Samples, Groups, LossTerms)
+_RECORDS = (Samples, Groups, History, LossTerms)
 
 
 PARTS: Final[dict[str, dict[Callable[..., Any], str]]] = {

@@ -56,6 +56,14 @@ def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx:
         yield from ineffective_settings("data", data, names, where, "or give data.prompts")
 
 
+def shares_leave_medium_prompts(data: PromptData) -> Iterator[Broken]:
+    """The shares of hard and easy prompts are at most the whole step."""
+    options = data.curriculum.options
+    if data.curriculum.name == "pools" and options["hard_share"] + options["easy_share"] > 1:
+        rule = f"at most {1 - options['hard_share']:g}, with hard_share what medium prompts leave"
+        yield "data.curriculum.easy_share", rule, "lower one of them"
+
+
 def lengths_fit(data: PromptData | PairData | None, rollout: Rollout) -> Iterator[Broken]:
     """max_model_len covers the longest prompt with the longest response."""
     response = rollout.max_new_tokens

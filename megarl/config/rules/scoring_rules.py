@@ -15,6 +15,7 @@ from megarl.config.schema import (
     Groups,
     HeldOut,
     Model,
+    PromptData,
     Reference,
     Reward,
     RewardFunction,
@@ -41,12 +42,13 @@ def scores_have_a_source(
     reference: Reference,
     groups: Groups,
     reward: Reward,
+    data: PromptData,
     environment: EnvironmentSettings | None,
 ) -> Iterator[Broken]:
     """A reward model, a function or the environment scores, with a weight that is not 0; a teacher needs none."""
     weights = score_weights(groups, reward, environment)
     if not weights and reference.path is not None and algo.kl.coef > 0:
-        yield from _nothing_reads_scores(algo, reward)
+        yield from _nothing_reads_scores(algo, reward, data)
     elif not weights:
         others = "reward.judge_model or an environment other than " + " and ".join(_WITHOUT_REWARD)
         rule = f"a group must have the role reward, reward.functions a function, or there must be {others}"
@@ -61,14 +63,15 @@ def scores_have_a_source(
         yield "algo.advantage", rule, "choose one, such as grpo, or remove what scores"
 
 
-def _nothing_reads_scores(algo: Algo, reward: Reward) -> Iterator[Broken]:
-    """Without scores the reference teaches alone: advantages are of its penalty, and nothing compares scores."""
+def _nothing_reads_scores(algo: Algo, reward: Reward, data: PromptData) -> Iterator[Broken]:
+    """Without scores the reference teaches alone: advantages are of its penalty, and nothing reads scores."""
     where = "where nothing scores, and reference.path is the teacher"
     otherwise = "or give reward.functions"
     of_penalties = algo.from_token_rewards and algo.kl.placement == "reward"
     if algo.advantage.name != "none" and not of_penalties:
         yield "algo.advantage", f"none {where}", f"set it to none, {otherwise}"
     yield from ineffective_settings("algo", algo, ("filter", "select"), where, otherwise)
+    yield from ineffective_settings("data", data, ("curriculum",), where, otherwise)
     shaping = ["clip", "placement"]
     missing = algo.scores.missing_end
     if missing is None or missing.name != "mask":  # which needs no scores

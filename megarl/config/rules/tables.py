@@ -171,6 +171,8 @@ ORDERED: Final = (
     ("algo.filter.low", "below", "algo.filter.high"),
     ("algo.scores.truncate_at.after", "below", "rollout.max_new_tokens"),
     ("cluster.min_nodes", "below", "cluster.nodes"),
+    ("data.curriculum.hard", "at most", "data.curriculum.easy"),
+    ("data.curriculum.lowest", "below", "data.curriculum.highest"),
     ("data.random.count", "at least", "data.prompts_per_step"),
     ("data.random.min_tokens", "at most", "data.random.max_tokens"),
     ("data.tasks", "at least", "data.prompts_per_step"),

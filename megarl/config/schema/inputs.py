@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BeforeValidator
 
+from megarl.algos import registry
 from megarl.bounds import Count, Seed
 from megarl.config.schema.base import Section
-from megarl.config.schema.choices import with_shorthand
+from megarl.config.schema.choices import Choice, CustomFunction, OneOf, with_shorthand
 from megarl.files import read_json
 
 
@@ -119,6 +120,15 @@ class RandomPrompts(Section):
     """Seed of the tokens."""
 
 
+class UniformCurriculum(Choice):
+    """Every epoch has all prompts, in a random order."""
+
+    name: Literal["uniform"] = "uniform"
+
+
+CURRICULA = OneOf(UniformCurriculum, registry.CURRICULA, CustomFunction, default="uniform")
+
+
 class PromptData(RowSettings):
     """The prompts, and how many a step has."""
 
@@ -133,6 +143,8 @@ class PromptData(RowSettings):
     """Prompts of a step."""
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
+    curriculum: Annotated[Choice, CURRICULA] = CURRICULA("uniform")
+    """How the prompts of a step are chosen: in epochs, or by the scores of earlier steps."""
 
     @property
     def samples_per_step(self) -> int:
