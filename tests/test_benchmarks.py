@@ -30,6 +30,8 @@ SMOKE: Mapping[str, Sequence[str]] = {
     "save": [f"model.random.config={TINY}num_key_value_heads: 2}}"],
 }
 """Arguments of those that `make bench` runs."""
+WITHOUT_MODEL = ("config_load", "gateway", "plan", "turns")
+"""Those that start no trainer and no engine; `make matrix` has the others."""
 LONG = ("asynchronous", "compare_runs", "gpu", "learning")
 """Those with a test of their own; that of the package `gpu` is tests/test_gpu_benchmark.py."""
 
@@ -54,7 +56,9 @@ def test_make_bench_runs_all_others() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in WITHOUT_MODEL else pytest.mark.matrix) for name in SMOKE]
+)
 def test_a_benchmark_measures(name: str) -> None:
     assert re.search(r"\d", run(name, *SMOKE[name]))
 
@@ -74,6 +78,7 @@ def test_every_way_of_training_is_valid(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.matrix
 def test_asynchronous_training_is_compared() -> None:
     short = "rollout.max_new_tokens=8"
     table = run("asynchronous", "--load", "even", "--steps", "4", short)
@@ -85,6 +90,7 @@ def test_asynchronous_training_is_compared() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.matrix
 def test_a_commit_equals_itself_and_differs_from_a_changed_one(tmp_path: Path) -> None:
     records = [tmp_path / name for name in ("one.json", "other.json")]
     run("compare_runs", "record", str(records[0]), "--only", "plan/sft", "debug/sft/configured")
@@ -104,6 +110,7 @@ def test_a_commit_equals_itself_and_differs_from_a_changed_one(tmp_path: Path) -
 
 
 @pytest.mark.e2e
+@pytest.mark.matrix
 def test_a_cell_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("configs", "examples"):
         (tmp_path / folder).symlink_to(REPOSITORY / folder)

@@ -234,6 +234,7 @@ def test_a_failed_part_does_not_stop_the_others_and_is_repeated(
 
 
 @pytest.mark.e2e
+@pytest.mark.matrix
 def test_runs_and_raw_vllm_are_measured(tmp_path: Path) -> None:
     found = parts(tmp_path, "cpu")
     chosen = {name: found[name] for name in ("kernels", "grpo-tiny", "vllm-ours-tiny")}

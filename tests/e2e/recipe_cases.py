@@ -57,7 +57,7 @@ def best_finished(samples: Sequence[Sample]) -> list[Sample]:
 IN_MATRIX = frozenset(
     (
         *("deepspeed_chat", "trl_ppo", "verl_ppo", "reinforce_pp", "rloo", "trl_grpo", "dr_grpo"),
-        *("gspo", "cispo", "sapo", "gmpo", "opo", "areal", "colossalchat", "dapo", "nemo_aligner_reinforce"),
+        *("gspo", "cispo", "sapo", "gmpo", "opo", "areal", "colossalchat", "dapo", "vapo", "nemo_aligner_reinforce"),
     )
 )
 """Recipes that differ from the others in formulas alone: `make matrix` has their short runs, and

@@ -193,6 +193,7 @@ PARTS = ["rollout.inference_parts=5", "rollout.devices=5-6"]
 """Two engines change who finishes when."""
 
 
+@pytest.mark.matrix
 def test_overlapping_scoring_with_generation_gives_the_numbers_of_roles_that_take_turns(tmp_path: Path) -> None:
     """The packing differs from that of the whole step, as does the layout, and therefore the rounding."""
     parts, whole = run_ppo(tmp_path / "parts", *APART, *PARTS), run_ppo(tmp_path / "whole")

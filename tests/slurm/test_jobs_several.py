@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.process, pytest.mark.e2e]
 TWO_STEPS = (*SFT, "run.steps=2")
 
 
+@pytest.mark.matrix
 def test_two_jobs_share_their_nodes(launcher: Launcher, tmp_path: Path) -> None:
     runs = [launcher.run(tmp_path / f"seed-{seed}", *TWO_STEPS, f"run.seed={seed}") for seed in (1, 2)]
     losses, starts, ends, addresses = [], [], [], set[str]()

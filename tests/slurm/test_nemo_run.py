@@ -130,6 +130,7 @@ def test_jobs_left_running_are_reported_and_cancelled(login: User, slurm: Slurm)
     assert "the stand-in runs sft" in login.nemo("logs", "demo", "0")
 
 
+@pytest.mark.matrix
 def test_a_pipeline_trains_on_the_model_of_the_stage_before(launcher: Launcher, tmp_path: Path) -> None:
     """tests/sort_letters/test_whole.py has the third stage."""
     model = f"model: {{random: null, path: {tmp_path / 'sft' / 'export'}}}\n"
