@@ -18,7 +18,7 @@ from megarl.cluster.session import Session
 from megarl.config import RolloutTrainingConfig, SamplingConfig
 from megarl.config.schema import TruncateAt
 from megarl.data.branches import Branches
-from megarl.data.curriculum import Curriculum
+from megarl.data.prompt_curriculum import Curriculum
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream
 from megarl.groups.colocation import Colocation

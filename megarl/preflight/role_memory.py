@@ -99,14 +99,7 @@ def role_memory(
     if stage == layout.pp - 1 and head == "lm":
         rows = dims.padded_vocab("megatron", layout.tp) // layout.tp
         inference_logits = _logits(spec, item, pack) * rows
-        update_logits = _logits(spec, item, update_pack) * rows
-        if spec.divergence is not None:
-            entry = _DIVERGENCE[spec.divergence]
-            update_logits = max(update_logits, entry * min(logit_chunk(False), update_pack) * rows)
-            other = reference or model
-            # Of the reference's hidden states, for all micro-batches of the step.
-            update_logits += micro_batches * update_pack * other.dims.hidden * ITEM_BYTES[other.dtype]
-        update_logits += rows * dims.hidden * (4 + item) + update_pack * dims.hidden * item
+        update_logits = _update_logits(spec, model, reference or model, rows, update_pack, micro_batches)
     attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / layout.tp
     experts = model.table.megatron.get("moe_router_topk", 1)  # tokens are spread evenly
     mlp = 5 * dims.ffn * experts / layout.tp
@@ -126,6 +119,20 @@ def role_memory(
         inference=(int(forward), inference_logits),
         update=(int(activations), update_logits),
     )
+
+
+def _update_logits(
+    spec: RoleSpec, model: ModelSpec, reference: ModelSpec, rows: int, pack: int, micro_batches: int
+) -> int:
+    """Returns the bytes of the logits of some rows of the vocabulary in an update, with the head's gradients."""
+    hidden = model.dims.hidden
+    item = ITEM_BYTES[model.dtype]
+    logits = _logits(spec, item, pack) * rows
+    if spec.divergence is not None:
+        logits = max(logits, _DIVERGENCE[spec.divergence] * min(logit_chunk(False), pack) * rows)
+        # Of the reference's hidden states, for all micro-batches of the step.
+        logits += micro_batches * pack * reference.dims.hidden * ITEM_BYTES[reference.dtype]
+    return logits + rows * hidden * (4 + item) + pack * hidden * item
 
 
 def _logits(spec: RoleSpec, item: int, pack: int) -> int:

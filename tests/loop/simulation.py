@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.algos.curriculum import thompson
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.data.curriculum import Curriculum
+from megarl.data.prompt_curriculum import Curriculum
 from megarl.data.prompts import sample_requests
 from megarl.data.stream import stable_hash
 from megarl.groups.resharder import Resharder

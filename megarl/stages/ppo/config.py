@@ -11,7 +11,14 @@ from megarl.config.schema import PTX, Algo, Critic, Reference
 from megarl.config.schema.base import raw_section
 from megarl.config.schema.loss_specs import LossSpec, NewHead, PolicySpec, ValueSpec
 from megarl.config.schema.run_config import LargestBatches
-from megarl.preflight.plan_text import epochs_text, evaluation_times, every_steps, lengths_text, section_text
+from megarl.preflight.plan_text import (
+    choice_text,
+    epochs_text,
+    evaluation_times,
+    every_steps,
+    lengths_text,
+    section_text,
+)
 from megarl.texts import counted
 from megarl.types import RoleName
 
@@ -141,6 +148,8 @@ class PPOConfig(RolloutTrainingConfig):
         epochs = epochs_text(self.steps, data.prompts_per_step, count)
         if self.algo.filter is not None:
             epochs = f"at least {epochs}"
+        if data.curriculum.name != "uniform":
+            epochs = f"chosen by {choice_text(data.curriculum)}"
         source = f"{count} random ones"
         if data.prompts is not None:
             source = f"{data.prompts.path}: {rows['data.prompts']}"

@@ -21,7 +21,7 @@ from megarl.cluster.calls import rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.data.branches import Branches
-from megarl.data.curriculum import Curriculum
+from megarl.data.prompt_curriculum import Curriculum
 from megarl.data.schedule import inference_schedule
 from megarl.experience.padded_batch import Columns
 from megarl.experience.records import ExperienceChunk, StepContext

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.algos.curriculum import KEPT, History
-from megarl.data.curriculum import Curriculum
+from megarl.data.prompt_curriculum import Curriculum
 from megarl.errors import RunError
 
 KEYS = ["c", "a", "d", "b"]
