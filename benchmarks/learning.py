@@ -63,6 +63,15 @@ PREFERENCES: Final = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "orpo": "ORP
 """Those on preferences, likewise."""
 DISTILLED: Final = {"opd": "sampled tokens", "opd_full": "whole distributions"}
 """Those that learn from a teacher, likewise."""
+CURRICULA: Final = {
+    "uniform": "epochs",
+    "dynamic": "epochs, dynamic sampling",
+    "pools": "pools",
+    "learnability": "learnability",
+    "thompson": "Thompson sampling",
+}
+"""Those on prompts of which a third is always solved and a third never, likewise."""
+MIXED_PROMPTS: Final = 288
 CONTROLS: Final = ("control", "lookup_control")
 """What must not learn."""
 STALENESS: Final = (0, 1, 2, 4, 8)
@@ -71,6 +80,7 @@ Row = tuple[str, int | None]
 """An algorithm, and the age of its samples."""
 ROWS: Final[Mapping[Row, str]] = {
     **{(name, None): title for name, title in {**ALGORITHMS, **CONVERSATIONS, **PREFERENCES, **DISTILLED}.items()},
+    **{(name, None): title for name, title in CURRICULA.items()},
     **{(name, age): f"{title}, {age} old" for name, title in STALE.items() for age in STALENESS},
 }
 """Titles of the rows of the tables."""
@@ -150,7 +160,12 @@ def main(arguments: Sequence[str]) -> None:
 def work(cell: Cell) -> None:
     """Makes a cell's result; an interrupted run of the same settings goes on."""
     converses = cell.algorithm in CONVERSATIONS
-    share_conversations() if converses else share()
+    if converses:
+        share_conversations()
+    elif cell.algorithm in CURRICULA:
+        share_mixed()
+    else:
+        share()
     if cell.algorithm in DISTILLED:
         share_teacher()
     directory = DIRECTORY / "cells" / cell.name
@@ -177,13 +192,15 @@ def work(cell: Cell) -> None:
     print(f"{cell.result}: {result['verdict']}")
 
 
-def share() -> None:
-    """Makes the data, the fine-tuned model and the reward model, where they are not there."""
+def share(*stages: str) -> None:
+    """Makes the data, the fine-tuned model and the reward model, or some stages of them, where they are not there."""
     if not (DIRECTORY / "data").exists():
         write_checkpoint(DIRECTORY / "model", SHARED_SEED)
         write_data(DIRECTORY / "made", SHARED_SEED)
         (DIRECTORY / "made").rename(DIRECTORY / "data")
     for stage, start, kind in (("sft", "model", "demonstrations"), ("reward_model", "sft/export", "pairs")):
+        if stages and stage not in stages:
+            continue
         paths = {"model.path": start, "data.train": f"data/{kind}_train.jsonl"}
         paths["data.evaluation"] = f"data/{kind}_held_out.jsonl"
         if stage == "reward_model":
@@ -195,6 +212,20 @@ def share_teacher() -> None:
     """Makes the teacher, which is the fine-tuned model after GRPO, where it is not there."""
     if not (DIRECTORY / "teacher" / "export").exists():
         train(CONFIGS / "grpo.yaml", f"run.dir={DIRECTORY / 'teacher'}", f"run.seed={SHARED_SEED}")
+
+
+def share_mixed() -> None:
+    """Makes the fine-tuned model, and prompts of three kinds, where they are not there."""
+    share("sft")
+    file = DIRECTORY / "mixed" / "prompts.jsonl"
+    if file.exists():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[str] = []
+    for index, row in enumerate(read_lines(DIRECTORY / "data" / "prompts_train.jsonl")[:MIXED_PROMPTS]):
+        kind = ("solvable", "trivial", "unsolvable")[index % 3]
+        rows.append(json.dumps({**row, "kind": kind}) + "\n")
+    file.write_text("".join(rows), encoding="utf-8")
 
 
 def share_conversations() -> None:
@@ -274,10 +305,19 @@ def measured(run_dir: Path, true_score: str) -> dict[str, Any]:
         ],
         "steps": len(steps),
         "samples": sum(row["rollout/samples"] for row in steps),
+        **_generated(steps, run_dir),
         "seconds_in_steps": round(sum(row["time/step"] for row in steps)),
         "score": [round(row["objective/score"], 4) for row in steps if "objective/score" in row],
         "kl": [round(row["objective/kl"], 4) for row in steps if "objective/kl" in row],
     }
+
+
+def _generated(steps: Sequence[Mapping[str, Any]], run_dir: Path) -> dict[str, int]:
+    """The samples of dynamic sampling, with those that were rejected; nothing of other runs."""
+    prompts = sum(row.get("filter/groups", 0) for row in steps)
+    if not prompts:
+        return {}
+    return {"generated": prompts * field_at(read_config(run_dir / "config.yaml"), "data.samples_per_prompt")}
 
 
 # ---- the page
@@ -316,7 +356,8 @@ def _row(title: str, results: Results) -> str:
     kl = f"{statistics.fmean(measured):.2f}" if measured else "-"
     verdict = "open" if len(results) < len(SEEDS) else "yes" if learns(results) else "**no**"
     numbers = f"{start:.3f} | {end:.3f} | {end - start:+.3f} | {spread} | {kl} | {verdict}"
-    return f"| {title} | {len(results)} | {results[0]['steps']} | {results[0]['samples']:,} | {numbers} |\n"
+    samples = round(statistics.fmean(result.get("generated", result["samples"]) for result in results))
+    return f"| {title} | {len(results)} | {results[0]['steps']} | {samples:,} | {numbers} |\n"
 
 
 INTRODUCTION: Final = """# Does it learn?
@@ -358,6 +399,14 @@ The task of [examples/lookup](environments.md#an-example) takes several turns: a
 alone, so that a right answer needs a question first. The model is fine-tuned on demonstrations that often ask for a
 wrong key and often answer wrongly. The true score, which is also the reward in training, is the share of 512 held-out
 tasks with a right answer. Seconds are of the whole command with its evaluations, on two CPU cores with other work.
+
+"""
+CURRICULUM_ROWS: Final = """
+## Curricula
+
+GRPO on a rule, the true score itself, of 288 [prompts](data.md#order): to a third any answer is right, and to a third
+none, so that they teach nothing. All rows have about the same number of generated samples. Dynamic sampling generates
+the samples of further prompts until a step is full of prompts whose samples differ, and has fewer steps.
 
 """
 PREFERENCE_ROWS: Final = """
@@ -426,6 +475,8 @@ def report() -> None:
         table(done, ALGORITHMS),
         STALE_SAMPLES,
         table(done, STALE),
+        CURRICULUM_ROWS,
+        table(done, CURRICULA),
         DISTILLED_ROWS,
         table(done, DISTILLED),
         _teachers_share(done),

@@ -67,3 +67,12 @@ def questions(random: Random, *, held_out: bool) -> Iterator[Question]:
 def exact_match(completion: Completion) -> float:
     """The true score: 1 where the response is the right answer and ends there, else 0."""
     return float(completion.finished and completion.response == Question.parse(completion.prompt).answer)
+
+
+def mixed_match(completion: Completion) -> float:
+    """The true score, but 1 for any response to a prompt that is ``trivial``, and 0 to one that is ``unsolvable``."""
+    known = {"trivial": 1.0, "unsolvable": 0.0}
+    kind = completion.fields["kind"]
+    if kind in known:
+        return known[kind]
+    return exact_match(completion)

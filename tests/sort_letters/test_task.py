@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from examples.sort_letters.mistakes import DEMONSTRATED, REJECTED, Mistake, wrong_answer
-from examples.sort_letters.task import MAX_PROMPT_TOKENS, Question, exact_match, questions
+from examples.sort_letters.task import MAX_PROMPT_TOKENS, Question, exact_match, mixed_match, questions
 from megarl.rewards.functions import Completion
 
 UP = Question(direction="up", letters="kdxbq")
@@ -27,6 +27,24 @@ def answered(response: str, *, prompt: str = "up kdxbq:", finished: bool = True)
             fields={},
         )
     )
+
+
+def test_prompts_of_a_curriculum_may_be_trivial_or_unsolvable() -> None:
+    def score(kind: str, response: str) -> float:
+        return mixed_match(
+            Completion(
+                prompt_id="0",
+                prompt="up kdxbq:",
+                response=response,
+                prompt_ids=(),
+                response_ids=(),
+                finished=True,
+                fields={"kind": kind},
+            )
+        )
+
+    scores = [[score(kind, response) for response in ("bdkqx", "x")] for kind in ("solvable", "trivial", "unsolvable")]
+    assert scores == [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
 
 
 def test_answers_are_sorted_letters() -> None:
