@@ -15,7 +15,6 @@ BelowOne = Annotated[float, Field(gt=0, lt=1)]
 AboveOne = Annotated[float, Field(gt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
-Draws = Annotated[int, Field(ge=1, le=8)]
 Natural = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 RatioBounds = Annotated[tuple[NotNegative, Positive], Field(strict=False)]  # YAML has lists, and no tuples

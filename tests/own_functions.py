@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algos.advantages import gae
+from megarl.algos.curriculum import History
 from megarl.algos.group_advantages import Samples
 from megarl.algos.kl import k2
 from megarl.algos.normalization import Groups, Reduce, levels
@@ -84,3 +86,8 @@ def same_truncation(
     return rollout_weights(
         old_logprobs, rollout_logprobs, response_mask, reduce, level="token", rule="truncate", upper=upper
     )
+
+
+def every_other(history: History, count: int, random: np.random.Generator, *, shift: float = 0) -> Any:
+    """A curriculum."""
+    return np.arange(count) * 2 % len(history.steps) + shift

@@ -47,8 +47,8 @@ class Sampled:
         greedy_rollouts: greedy responses, one per different prompt, which are not trained on.
         greedy: scores of these.
         metrics: metrics of dynamic sampling and of the curriculum.
-        scores: known scores of the prompts of all rounds, also of those that the filter rejected;
-            None without a filter.
+        scores: of a curriculum with a filter, known scores of the prompts of all rounds, also of
+            those that it rejected; None without a filter.
     """
 
     prompts: Sequence[Prompt]
@@ -143,6 +143,7 @@ class Sampler:
         self._greedy = greedy
         self._begin_forwards = begin_forwards
         self._curriculum = curriculum
+        self._curriculum_state: Mapping[str, Any] = {}  # of an earlier process, where this one takes epochs
         self._drawn: dict[int, list[str]] = {}  # the prompts of steps that have not been trained on
         self._requested: Counter[int] = Counter()  # how many of them this process has requested
 
@@ -219,14 +220,19 @@ class Sampler:
             state["drawn"] = {str(step): prompts for step, prompts in sorted(self._drawn.items())}
         if self._curriculum is not None:
             state["curriculum"] = self._curriculum.state()
+        elif self._curriculum_state:
+            state["curriculum"] = self._curriculum_state
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads `state()`, so that steps get the same prompts; raises ValueError if these changed."""
         self._stream.load(state)
         self._drawn = {int(step): list(prompts) for step, prompts in state.get("drawn", {}).items()}
-        if self._curriculum is not None:
-            self._curriculum.load(state.get("curriculum", {}))
+        known: Mapping[str, Any] = state.get("curriculum", {})
+        if self._curriculum is None:
+            self._curriculum_state = known
+        elif known:
+            self._curriculum.load(known)
 
     def _draw(self, step: int) -> list[Prompt]:
         """Returns the next prompts of a step; those that an earlier process drew come first."""
@@ -237,7 +243,7 @@ class Sampler:
         missing = max(stop - len(drawn), 0)
         if self._curriculum is None:
             drawn += [prompt.prompt_id for prompt in self._stream.next(missing)]
-        else:
+        elif missing:
             drawn += self._curriculum.next(step, missing, drawn)
         return [self._stream[prompt_id] for prompt_id in drawn[first:stop]]
 
@@ -312,7 +318,7 @@ class Sampler:
         """Samples rounds until enough draws pass; returns draws, samples by round, and who passed.
 
         Args:
-            scores: gets the scores of all draws, by prompt.
+            scores: gets the scores of all draws by prompt, for a curriculum.
         """
         drawn: list[Prompt] = []
         rounds: list[Rollouts] = []
@@ -332,8 +338,9 @@ class Sampler:
             whole = Branches.of(scored.samples).whole(scored.samples)
             keeps, totals = keep(scored.scores, whole)
             kept += (len(drawn) + np.flatnonzero(keeps[:: self._samples_per_prompt])).tolist()
-            for prompt_id, known in scores_by_prompt(whole, totals).items():
-                scores.setdefault(prompt_id, []).extend(known)
+            if self._curriculum is not None:
+                for prompt_id, known in scores_by_prompt(whole, totals).items():
+                    scores.setdefault(prompt_id, []).extend(known)
             drawn += prompts
         return drawn, rounds, scorings, kept
 

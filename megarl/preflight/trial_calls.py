@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from megarl.config import ConfigError, Problem, RunConfig, SamplingConfig
+from megarl.config import ConfigError, Problem, RolloutTrainingConfig, RunConfig, SamplingConfig
 from megarl.config.schema import EnvironmentSettings, Reward, RewardFunction
 from megarl.conversations.chat import ChatRenderer
 from megarl.conversations.environment_calls import EnvironmentChildren
 from megarl.conversations.environment_process import task_of
+from megarl.data.prompt_curriculum import curriculum_of
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.environment import FailedEnvironmentError
 from megarl.environments.python_program import FIX, bubblewrap
@@ -37,7 +38,7 @@ _CHARACTERS = 2000
 
 
 def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
-    """Calls every function of the run on a prompt, and on two others if it fails.
+    """Calls every function of the run on a prompt, and on two others if it fails; draws a first step's prompts.
 
     The response is the prompt itself, and for the second prompt a text of its row; a function of a
     batch or a group gets it twice. A call has `reward.time_limit`.
@@ -61,6 +62,8 @@ def call_functions(config: RunConfig, sets: Sets) -> Sequence[int]:
             rule = f"must begin a conversation on a row of the data; it failed:\n      {reason}"
             fix = "correct it, its args or the row, or name another one; see docs/environments.md"
             raise ConfigError([Problem("environment.name", config.environment.name, rule, fix)]) from error
+    if isinstance(config, RolloutTrainingConfig):
+        problems += _curriculum(config, sets.rows["data.prompts"])
     for where, functions, prompts in scored_prompts(config, sets.rows):
         problems += _problems(where, functions, prompts, sets.tokenizer, config.reward)
     if problems:
@@ -77,6 +80,18 @@ def _sandbox(environment: EnvironmentSettings | None) -> Iterator[Problem]:
             bubblewrap()
         except ValueError as error:
             yield Problem("environment.args.functions", "python", f"must run programs in a sandbox: {error}", FIX)
+
+
+def _curriculum(config: RolloutTrainingConfig, prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Draws the prompts of the first step, without any scores."""
+    curriculum = curriculum_of(config, prompts)
+    if curriculum is not None:
+        try:
+            curriculum.next(1, config.data.prompts_per_step, [])
+        except RunError as error:
+            fix = "correct it; docs/algorithms.md describes what it gets and returns"
+            rule = str(error).removeprefix("data.curriculum: ")
+            yield Problem("data.curriculum", config.data.curriculum.name, rule, fix)
 
 
 async def _first_prompt(config: SamplingConfig, sets: Sets) -> Sequence[int]:

@@ -76,7 +76,7 @@ def write_sample(directory: Path, chunk: RolloutChunk, row: int, rollout: Rollou
 def read_response(directory: Path, request: SampleRequest, rollout: Rollout) -> Response:
     """Returns the recorded response to a request; raises ValueError if it is missing, or answers another one."""
     path = _file(directory, request.sample_id)
-    advice = "record and replay with the same run.seed, data and steps"
+    advice = "record and replay with the same run.seed, data and steps, and with a curriculum the same scores"
     if not path.exists():
         raise ValueError(f"rollout.replay: {directory} has no sample {request.sample_id!r}: {advice}")
     with np.load(path) as stored:

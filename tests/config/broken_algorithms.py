@@ -115,12 +115,14 @@ ALGORITHMS: Cases = {
             "checkpoint.every = null must be a multiple of evaluation.every = 2",
         ),
     ],
-    data_rules.shares_leave_medium_prompts: [
+    data_rules.curricula_read_scores: [
         (
             ["data.curriculum={name: pools, hard_share: 0.4, easy_share: 0.7}"],
             "data.curriculum.easy_share",
-            "at most 0.6",
-        )
+            "hard_share + easy_share must be",
+        ),
+        (["data.curriculum=thompson", "reward.dense=scores"], "data.curriculum", "reads the scores of responses"),
+        (["data.curriculum=thompson", "run.steps=1"], "data.curriculum", "step 2 is the first to read scores"),
     ],
     scoring_rules.scores_have_a_source: [
         (NO_REWARD, "reward", "reward.functions a function"),

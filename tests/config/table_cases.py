@@ -30,7 +30,6 @@ ORDER_CASES = [
     (["algo.scores.truncate_at.token=3"], "algo.scores.truncate_at.after=32", "below rollout.max_new_tokens = 32"),
     (["cluster.address=auto"], "cluster.min_nodes=1", "below cluster.nodes = 1"),
     (["data.curriculum.name=pools"], "data.curriculum.hard=0.9", "at most data.curriculum.easy = 0.8"),
-    (["data.curriculum.name=thompson"], "data.curriculum.lowest=1", "below data.curriculum.highest = 1.0"),
     ([], "data.random.count=7", "at least data.prompts_per_step = 8"),
     ([], "data.random.min_tokens=17", "at most data.random.max_tokens = 16"),
     (["data.random=null"], "data.tasks=7", "at least data.prompts_per_step = 8"),
@@ -42,6 +41,7 @@ ORDER_CASES = [
 # stage, overrides of its debug run, the setting, and the condition
 TOKENS = "without an advantage of token rewards"
 UNUSED_CASES: list[tuple[str, list[str], str, str]] = [
+    ("ppo", [], "data.score_range=[-1, 1]", "with data.curriculum = uniform"),
     ("ppo", GRPO, "algo.normalise.rewards=true", TOKENS),
     ("ppo", GRPO, "algo.scores.placement=every_valid", TOKENS),
     ("ppo", [*GRPO, "algo.advantage=rloo"], "reward.dense=scores", TOKENS),

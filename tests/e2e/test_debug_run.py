@@ -77,6 +77,14 @@ def test_no_unused_id_is_sampled(debug_run: DebugRun) -> None:
     assert max(ids.max() for ids in samples) < 96
 
 
+def test_the_curriculum_knows_the_prompts_of_earlier_steps(debug_run: DebugRun) -> None:
+    """Those that the filter rejected, too; there are 32."""
+    drawn: set[str] = set()
+    for line in lines(debug_run.directory / "metrics.jsonl"):
+        assert line["curriculum/unknown"] == pytest.approx(1 - len(drawn) / 32)
+        drawn |= {file.name.split("%2F")[1] for file in debug_run.recorded.glob(f"{line['step']}%2F*.npz")}
+
+
 def test_the_actor_starts_equal_to_the_reference_and_diverges(debug_run: DebugRun) -> None:
     first, *_, last = lines(debug_run.directory / "metrics.jsonl")
     assert first["objective/kl"] == pytest.approx(0, abs=1e-5)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.algos.curriculum import thompson
+from megarl.algos.curriculum import pools
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.data.prompt_curriculum import Curriculum
 from megarl.data.prompts import sample_requests
@@ -177,11 +177,11 @@ class Simulation:
         begin = None if setup.filtered else self.passes.begin
         curriculum = Curriculum(
             [prompt.prompt_id for prompt in PROMPTS],
-            partial(thompson, highest=2.0),
-            name="thompson",
+            partial(pools, hard_share=0.4, half_life=4.0),
+            name="pools",
             seed=SEED,
             staleness=setup.staleness,
-            scale=(0.0, 2.0),
+            score_range=(0.0, 2.0),
         )
         sampler = Sampler(
             config,

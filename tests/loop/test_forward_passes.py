@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.loop.forward_passes import ForwardPasses
-from tests.loop.simulation import Setup, Simulation, content, resumed, saved, trained
+from tests.loop.simulation import PROMPTS_PER_STEP, Setup, Simulation, content, resumed, saved, trained
 from tests.loop.simulation import run as run_setup
 from tests.unit_profile import fewer
 
@@ -116,6 +117,26 @@ def test_a_run_resumed_from_any_checkpoint_has_the_numbers_of_one_that_was_not_i
         state = json.loads(json.dumps(state))
         again = resumed(setup(seed + 1000, kind, **options), seed + 1000, step, state, directory)
         assert numbers(again) == straight[step:], f"schedule {seed} differs after step {step}"
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_curriculum_knows_every_draw_and_lets_prompts_wait(staleness: int, *, filtered: bool) -> None:
+    """Those that the filter rejects have scores, too."""
+    simulation = run(0, {"curriculum": True, "filtered": filtered}, staleness=staleness)
+    state = simulation.buffer.state(Path("unused"))["curriculum"]
+    draws = sum(step > 0 for steps in state["steps"] for step in steps)
+    expected = PROMPTS_PER_STEP * STEPS
+    if filtered:
+        expected = sum(int(sampled.metrics["filter/groups"]) for sampled in simulation.trained.values())
+        assert expected > PROMPTS_PER_STEP * STEPS, "nothing was rejected"
+    assert draws == expected
+    unknown = [sampled.metrics["curriculum/unknown"] for _, sampled in sorted(simulation.trained.items())]
+    assert unknown[: staleness + 1] == [1.0] * (staleness + 1)
+    assert all(after < before for before, after in pairwise(unknown[staleness : staleness + 3]))
+    drawn = [{prompt.prompt_id for prompt in sampled.prompts} for _, sampled in sorted(simulation.trained.items())]
+    if not filtered:
+        assert all(before.isdisjoint(after) for before, after in pairwise(drawn)), "of 11 prompts, 3 are drawn"
 
 
 def test_an_engine_that_dies_changes_no_number() -> None:

@@ -69,8 +69,8 @@ def test_prompts_are_printed_with_their_epochs(tmp_path: Path) -> None:
     filtered = said("grpo", *given, "algo.filter=nonzero_std", "run.steps=1", "actor.optimizer.warmup=0")
     assert filtered["prompts"].endswith("; at least 0.4 epochs in 1 step of 4")
     assert said("ppo")["prompts"] == "32 random ones; 0.75 epochs in 3 steps of 8"
-    chosen = said("ppo", "data.curriculum={name: thompson, lowest: -1}")["prompts"]
-    assert chosen == "32 random ones; chosen by thompson (target 0.5, lowest -1, highest 1, recent 4)"
+    chosen = said("ppo", "data.curriculum=thompson")["prompts"]
+    assert chosen == "32 random ones; in 3 steps of 8, chosen by thompson (target 0.5, half_life 50)"
     assert "1 epoch x 1 mini-batch of 16 samples = 1 optimizer step" in said("grpo", "algo.mini_batches=1")["update"]
 
 

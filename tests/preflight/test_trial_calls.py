@@ -44,6 +44,14 @@ def test_functions_that_score_pass() -> None:
     call_functions(sft, check(sft))
 
 
+def test_a_curriculum_draws_a_first_step() -> None:
+    made = config(["length"], "data.curriculum=tests.own_functions:every_other")
+    call_functions(made, check(made))
+    found = refusal(["length"], "data.curriculum={name: 'tests.own_functions:every_other', args: {shift: 0.5}}")
+    assert "data.curriculum = tests.own_functions:every_other" in str(found)
+    assert "must return 4 different integers from 0 to" in str(found)
+
+
 def test_a_function_that_fails_is_named_with_the_end_of_its_traceback() -> None:
     error = refusal(["length", "seen", "exits"])
     assert [problem.field for problem in error.problems] == ["reward.functions.1.name", "reward.functions.2.name"]

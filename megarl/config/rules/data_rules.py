@@ -14,10 +14,12 @@ from megarl.config.schema import (
     Groups,
     PairData,
     PromptData,
+    Reward,
     Rollout,
     RowSettings,
     SourceFields,
     TextData,
+    TrainingRun,
 )
 
 _FILES = (".jsonl", ".parquet")
@@ -56,11 +58,21 @@ def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx:
         yield from ineffective_settings("data", data, names, where, "or give data.prompts")
 
 
-def shares_leave_medium_prompts(data: PromptData) -> Iterator[Broken]:
-    """The shares of hard and easy prompts are at most the whole step."""
-    options = data.curriculum.options
-    if data.curriculum.name == "pools" and options["hard_share"] + options["easy_share"] > 1:
-        rule = f"at most {1 - options['hard_share']:g}, with hard_share what medium prompts leave"
+def curricula_read_scores(data: PromptData, reward: Reward, rollout: Rollout, run: TrainingRun) -> Iterator[Broken]:
+    """A curriculum other than uniform needs scores of whole responses, and steps that read them."""
+    curriculum = data.curriculum
+    if curriculum.name == "uniform":
+        return
+    if reward.dense is not None:
+        rule = "uniform with reward.dense, which scores every token: a curriculum reads the scores of responses"
+        yield "data.curriculum", rule, "set one of them to its default"
+    unread = rollout.max_staleness + 1
+    if run.steps is not None and run.steps <= unread:
+        rule = f"has no effect in a run of {run.steps} steps, as step {unread + 1} is the first to read scores"
+        yield "data.curriculum", rule, f"raise {run.length_field}, or set it to uniform"
+    options = curriculum.options
+    if curriculum.name == "pools" and options["hard_share"] + options["easy_share"] > 1:
+        rule = "hard_share + easy_share must be at most 1"
         yield "data.curriculum.easy_share", rule, "lower one of them"
 
 

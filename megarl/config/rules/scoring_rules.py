@@ -48,7 +48,7 @@ def scores_have_a_source(
     """A reward model, a function or the environment scores, with a weight that is not 0; a teacher needs none."""
     weights = score_weights(groups, reward, environment)
     if not weights and reference.path is not None and algo.kl.coef > 0:
-        yield from _nothing_reads_scores(algo, reward, data)
+        yield from _nothing_reads_scores(algo, reward, data, environment)
     elif not weights:
         others = "reward.judge_model or an environment other than " + " and ".join(_WITHOUT_REWARD)
         rule = f"a group must have the role reward, reward.functions a function, or there must be {others}"
@@ -63,7 +63,9 @@ def scores_have_a_source(
         yield "algo.advantage", rule, "choose one, such as grpo, or remove what scores"
 
 
-def _nothing_reads_scores(algo: Algo, reward: Reward, data: PromptData) -> Iterator[Broken]:
+def _nothing_reads_scores(
+    algo: Algo, reward: Reward, data: PromptData, environment: EnvironmentSettings | None
+) -> Iterator[Broken]:
     """Without scores the reference teaches alone: advantages are of its penalty, and nothing reads scores."""
     where = "where nothing scores, and reference.path is the teacher"
     otherwise = "or give reward.functions"
@@ -77,7 +79,10 @@ def _nothing_reads_scores(algo: Algo, reward: Reward, data: PromptData) -> Itera
     if missing is None or missing.name != "mask":  # which needs no scores
         shaping += ["missing_end", "truncate_at"]
     yield from ineffective_settings("algo.scores", algo.scores, shaping, where, otherwise)
-    yield from ineffective_settings("reward", reward, ("shuffle", "max_unscored_steps"), where, otherwise)
+    names = ["shuffle"]
+    if environment is None:  # whose conversations may fail
+        names.append("max_unscored_steps")
+    yield from ineffective_settings("reward", reward, names, where, otherwise)
 
 
 def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Broken]:

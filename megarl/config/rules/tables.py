@@ -115,6 +115,7 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
     ],
     "critic.optimizer": _OPTIMIZER,
     "data": [
+        Unused("score_range", ".curriculum", "uniform", "choose another curriculum"),
         Unused("tasks", "environment", None, "give environment", "which would make them"),
         Unused("evaluate_every", ".evaluation", None, "give data.evaluation"),
     ],
@@ -172,7 +173,6 @@ ORDERED: Final = (
     ("algo.scores.truncate_at.after", "below", "rollout.max_new_tokens"),
     ("cluster.min_nodes", "below", "cluster.nodes"),
     ("data.curriculum.hard", "at most", "data.curriculum.easy"),
-    ("data.curriculum.lowest", "below", "data.curriculum.highest"),
     ("data.random.count", "at least", "data.prompts_per_step"),
     ("data.random.min_tokens", "at most", "data.random.max_tokens"),
     ("data.tasks", "at least", "data.prompts_per_step"),

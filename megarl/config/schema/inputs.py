@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megarl.algos import registry
 from megarl.bounds import Count, Seed
@@ -120,6 +120,12 @@ class RandomPrompts(Section):
     """Seed of the tokens."""
 
 
+def _rising(interval: tuple[float, float]) -> tuple[float, float]:
+    if interval[0] >= interval[1]:
+        raise ValueError("should rise: [lower, upper]")
+    return interval
+
+
 class UniformCurriculum(Choice):
     """Every epoch has all prompts, in a random order."""
 
@@ -145,6 +151,9 @@ class PromptData(RowSettings):
     """Responses to each prompt."""
     curriculum: Annotated[Choice, CURRICULA] = CURRICULA("uniform")
     """How the prompts of a step are chosen: in epochs, or by the scores of earlier steps."""
+    score_range: Annotated[tuple[float, float], AfterValidator(_rising), Field(strict=False)] = (0.0, 1.0)
+    """Total scores of a wrong and of a right response, between which a curriculum counts it as
+    solved in part."""
 
     @property
     def samples_per_step(self) -> int:

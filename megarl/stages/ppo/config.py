@@ -149,7 +149,8 @@ class PPOConfig(RolloutTrainingConfig):
         if self.algo.filter is not None:
             epochs = f"at least {epochs}"
         if data.curriculum.name != "uniform":
-            epochs = f"chosen by {choice_text(data.curriculum)}"
+            steps = f"{counted(self.steps, 'step')} of {data.prompts_per_step}"
+            epochs = f"in {steps}, chosen by {choice_text(data.curriculum)}"
         source = f"{count} random ones"
         if data.prompts is not None:
             source = f"{data.prompts.path}: {rows['data.prompts']}"

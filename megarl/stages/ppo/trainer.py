@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from megarl.algos.kl import KLController
-from megarl.algos.registry import CURRICULA, bound
 from megarl.algos.value_loss import ValueMoments
 from megarl.cluster.calls import rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.data.branches import Branches
-from megarl.data.prompt_curriculum import Curriculum
+from megarl.data.prompt_curriculum import curriculum_of
 from megarl.data.schedule import inference_schedule
 from megarl.experience.padded_batch import Columns
 from megarl.experience.records import ExperienceChunk, StepContext
@@ -36,6 +35,7 @@ from megarl.loop.scoring import (
     score_batch,
     scores_by_prompt,
     shuffled_order,
+    total_scores,
     with_selection,
     without_scores,
 )
@@ -47,7 +47,7 @@ from megarl.run.results import StepResult, TokenColumns
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
 from megarl.stages.ppo.config import PPOConfig
-from megarl.types import Prompt, Ragged, TokenValues
+from megarl.types import Ragged, TokenValues
 
 
 class PPOTrainer(RolloutTrainer[PPOConfig]):
@@ -73,7 +73,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             max_rounds=algo.filter_rounds,
             greedy=algo.advantage.name == "remax",
             begin_forwards=begin_forwards,
-            curriculum=_curriculum(config, data.rows["data.prompts"]),
+            curriculum=curriculum_of(config, data.rows["data.prompts"]),
         )
         self._buffer = RolloutBuffer(config, sampler, self._engines, self._colocation)
         pretrain_mix = None if config.ptx is None else PretrainMix(config, config.ptx, data.rows["ptx.data"])
@@ -122,10 +122,12 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             order = shuffled_order(len(Branches.of(samples).last), self._config.run.seed, step)
         greedy = None if sampled.greedy is None else await sampled.greedy
         batch = score_batch(samples, scored, greedy, self._weights, algo, order=order)
-        scores = sampled.scores
-        if scores is None:
-            scores = scores_by_prompt(Branches.of(samples).whole(samples), batch.totals)
-        self._buffer.note(step, scores)
+        if self._config.data.curriculum.name != "uniform":
+            scores = sampled.scores
+            if scores is None:
+                whole = Branches.of(samples).whole(scored.samples)
+                scores = scores_by_prompt(whole, total_scores(scored.scores, whole, self._weights, algo.scores))
+            self._buffer.note(step, scores)
         if not self._config.has_scores:
             return without_scores(batch)
         if algo.select is None:
@@ -201,21 +203,6 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         self._updater.load(state["texts"])
         self._kl.load(state["kl"])
         self._value_norm = state["value_norm"]
-
-
-def _curriculum(config: PPOConfig, prompts: Sequence[Prompt]) -> Curriculum | None:
-    chosen = config.data.curriculum
-    if chosen.name == "uniform":
-        return None
-    options = chosen.options
-    return Curriculum(
-        [prompt.prompt_id for prompt in prompts],
-        bound(CURRICULA, chosen.name, options),
-        name=chosen.name,
-        seed=config.run.seed,
-        staleness=config.rollout.max_staleness,
-        scale=(options.get("lowest", 0.0), options.get("highest", 1.0)),
-    )
 
 
 def _by_role(forwards: Mapping[str, Sequence[Forward]]) -> dict[str, ChunkRefs[Ragged]]:

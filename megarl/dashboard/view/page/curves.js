@@ -6,7 +6,7 @@ const CHARTS = [
   ["Policy", [["KL to the reference", "objective/kl", "nats per response"], ["KL to the reference", "dpo/kl", "nats per response"], ["Entropy", "policy/entropy", "nats per token"], ["Approximate KL", "policy/approxkl", "nats per token"],
     ["Clipped ratios", "policy/clipfrac", "of tokens"], ["Engine difference", "rollout/logprob_gap", "nats per token"], ["Prompts without signal", "group/zero_std_fraction", "of prompts"]]],
   ["Responses", [["Response length", "response_length/mean", "tokens"], ["Truncated", "truncated_fraction", "of responses"], ["Unscored", "rewards/unscored", "responses"]]],
-  ["Curriculum", [["Prompts", /^curriculum\/(unseen|hard|medium|easy)$/, "of prompts"], ["Solved before", "curriculum/rate", "of responses"]]],
+  ["Curriculum", [["Prompts", /^curriculum\/(unknown|hard|medium|easy)$/, "of prompts"], ["Solved before", "curriculum/rate", "of responses"]]],
   ["Losses and gradients", [["Loss", "loss/total", ""], ["Policy loss", "policy/loss", ""], ["Value loss", "value/loss", ""], ["Explained variance", "value/explained_variance", ""],
     ["Gradient norm", /^(policy|value|sft|dpo|reward_model)\/grad_norm$/, ""], ["Learning rate", /^(policy|value|sft|dpo|reward_model)\/lr$/, ""]]],
   ["Speed and memory", [["Step", "time/step", "s"], ["Generation", "time/rollout", "s"], ["Update", "time/update", "s"], ["Throughput", "perf/tokens_per_second", "tokens/s"], ["Engines' throughput", "perf/rollout_tokens_per_second", "tokens/s"],
