@@ -406,7 +406,8 @@ CURRICULUM_ROWS: Final = """
 
 GRPO on a rule, the true score itself, of 288 [prompts](data.md#order): to a third any answer is right, and to a third
 none, so that they teach nothing. All rows have about the same number of generated samples. Dynamic sampling generates
-the samples of further prompts until a step is full of prompts whose samples differ, and has fewer steps.
+the samples of further prompts until a step is full of prompts whose samples differ, and has fewer steps. A curriculum
+knows nothing of a prompt before its first draw; in epochs, 18 of the 48 steps have drawn each once.
 
 """
 PREFERENCE_ROWS: Final = """
