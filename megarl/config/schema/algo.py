@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from megarl.algos import registry
 from megarl.bounds import Count, Natural, NotNegative, Positive, RejectionStatistic
-from megarl.config.schema.base import Section
+from megarl.config.schema.base import Interval, Section
 from megarl.config.schema.choices import Choice, CustomFunction, OneOf
 
 
@@ -99,22 +99,6 @@ class KL(Section):
     def reads_distributions(self) -> bool:
         """Whether the update reads the reference's distributions, not only the sampled tokens."""
         return self.placement == "loss" and self.coef > 0 and self.estimator.name == "full"
-
-
-def _around_zero(value: object) -> object:
-    """A number alone is the limit on both sides."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return (-value, value)
-    return value
-
-
-def _rising(interval: tuple[float, float]) -> tuple[float, float]:
-    if interval[0] >= interval[1]:
-        raise ValueError("should rise: a number above 0, or [lower, upper]")
-    return interval
-
-
-Interval = Annotated[tuple[float, float], BeforeValidator(_around_zero), AfterValidator(_rising), Field(strict=False)]
 
 
 class TruncateAt(Section):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 _DEVICES = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -68,3 +68,19 @@ def without_removed(value: object) -> object:
 
 Devices = Annotated[str, BeforeValidator(_device_text), AfterValidator(_checked_devices)]
 GroupName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+def _around_zero(value: object) -> object:
+    """A number alone is the limit on both sides."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (-value, value)
+    return value
+
+
+def _rising(interval: tuple[float, float]) -> tuple[float, float]:
+    if interval[0] >= interval[1]:
+        raise ValueError("should rise: a number above 0, or [lower, upper]")
+    return interval
+
+
+Interval = Annotated[tuple[float, float], BeforeValidator(_around_zero), AfterValidator(_rising), Field(strict=False)]

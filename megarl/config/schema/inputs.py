@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from megarl.algos import registry
 from megarl.bounds import Count, Seed
-from megarl.config.schema.base import Section
+from megarl.config.schema.base import Interval, Section
 from megarl.config.schema.choices import Choice, CustomFunction, OneOf, with_shorthand
 from megarl.files import read_json
 
@@ -120,12 +120,6 @@ class RandomPrompts(Section):
     """Seed of the tokens."""
 
 
-def _rising(interval: tuple[float, float]) -> tuple[float, float]:
-    if interval[0] >= interval[1]:
-        raise ValueError("should rise: [lower, upper]")
-    return interval
-
-
 class UniformCurriculum(Choice):
     """Every epoch has all prompts, in a random order."""
 
@@ -151,9 +145,9 @@ class PromptData(RowSettings):
     """Responses to each prompt."""
     curriculum: Annotated[Choice, CURRICULA] = CURRICULA("uniform")
     """How the prompts of a step are chosen: in epochs, or by the scores of earlier steps."""
-    score_range: Annotated[tuple[float, float], AfterValidator(_rising), Field(strict=False)] = (0.0, 1.0)
+    score_range: Interval = (0.0, 1.0)
     """Total scores of a wrong and of a right response, between which a curriculum counts it as
-    solved in part."""
+    solved in part, [lower, upper], or a number for both sides of 0."""
 
     @property
     def samples_per_step(self) -> int:
