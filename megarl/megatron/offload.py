@@ -63,22 +63,23 @@ def share(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> HostCopy | Non
     """Copies storages to host memory that the ranks of a group on a node share; they never change.
 
     Collective over the group, whose ranks have the same contents. The memory ends with its
-    processes. For a CUDA device each rank registers it as pinned. None on all ranks, if one of them
-    may not map or register another's memory.
+    processes. For a CUDA device each rank registers it as pinned. None on all ranks, if the node has
+    no room for it, or one of them may not map or register it.
     """
     storages = _storages(tensors)
     sizes = [storage.nbytes() for storage in storages]
     places = _gathered(_place(), group)
     owner = places.index(places[group.rank()])
+    pinned = storages[0].is_cuda
     buffer: HostRecvBuffer | None = None
     if owner == group.rank():
-        buffer = HostRecvBuffer(sum(sizes))
-        for part, storage in zip(buffer.memory.split(sizes), storages, strict=True):
-            part.copy_(_bytes(storage))
+        buffer = _copied(storages, sizes)
     handles = _gathered(None if buffer is None else buffer.handle, group)
-    memory = _mapped(buffer, handles[owner], storages[0].is_cuda)
+    memory = None if handles[owner] is None else _mapped(buffer, handles[owner], pinned)
     # The owner closes its file when it returns.
     if not all(_gathered(memory is not None, group)):
+        if memory is not None and pinned:
+            _call_cuda("cudaHostUnregister", memory.data_ptr())
         return None
     assert memory is not None
     parts: list[tuple[torch.UntypedStorage, list[Tensor]]] = []
@@ -87,17 +88,36 @@ def share(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> HostCopy | Non
     return HostCopy(nbytes=sum(sizes), parts=parts)
 
 
+def _copied(storages: Sequence[torch.UntypedStorage], sizes: Sequence[int]) -> HostRecvBuffer | None:
+    """Returns a buffer with the contents of storages; None if there is no room."""
+    try:
+        buffer = HostRecvBuffer(sum(sizes))
+    except MemoryError as error:
+        _tell_refusal(error)
+        return None
+    for part, storage in zip(buffer.memory.split(sizes), storages, strict=True):
+        part.copy_(_bytes(storage))
+    return buffer
+
+
 def _mapped(buffer: HostRecvBuffer | None, handle: str, pinned: bool) -> Tensor | None:
     """Returns a rank's own buffer, or another's; None if it may not be mapped or registered."""
     try:
         memory = map_host(handle) if buffer is None else buffer.memory
         if pinned:
-            cuda: Any = torch.cuda.cudart()
-            torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            _call_cuda("cudaHostRegister", memory.data_ptr(), memory.nbytes, 0)
     except (ValueError, RuntimeError) as error:
-        print(f"Replicas keep a copy each of weights that never change: {error}.", file=sys.stderr)
+        _tell_refusal(error)
         return None
     return memory
+
+
+def _tell_refusal(error: Exception) -> None:
+    print(f"Replicas keep a copy each of weights that never change: {error}.", file=sys.stderr)
+
+
+def _call_cuda(name: str, *args: int) -> None:
+    torch.cuda.check_error(getattr(torch.cuda.cudart(), name)(*args))
 
 
 def _place() -> str:

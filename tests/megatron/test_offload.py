@@ -232,17 +232,49 @@ def test_a_frozen_roles_copy_is_shared_by_its_replicas(pool: RankPool, tmp_path:
     assert len(set.union(*memory.values())) == 2
 
 
-def _unmapped(rank: int, directory: Path) -> set[str]:
-    with patch.object(offload, "map_host", side_effect=ValueError("forbidden")):
+def _refused(rank: int, directory: Path, function: str, error: Exception) -> set[str]:
+    with patch.object(offload, function, side_effect=error):
         return _frozen(rank, directory, True)["shared"]
 
 
 @pytest.mark.dist
-def test_replicas_that_may_not_map_each_others_memory_keep_copies(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("function", "error"), [("map_host", ValueError("forbidden")), ("HostRecvBuffer", MemoryError("no room"))]
+)
+def test_replicas_that_cannot_share_memory_keep_copies(
+    pool: RankPool, tmp_path: Path, function: str, error: Exception
+) -> None:
     directory = save_model(tmp_path / "model")
     before = pool.run(_frozen, directory, False, world_size=LAYOUT.world_size)
-    found = pool.run(_unmapped, directory, world_size=LAYOUT.world_size)
+    found = pool.run(_refused, directory, function, error, world_size=LAYOUT.world_size)
     assert [shared - earlier["shared"] for shared, earlier in zip(found, before, strict=True)] == [set()] * 4
+
+
+def _refused_by_cuda(rank: int) -> tuple[bool, list[str]]:
+    """Whether ranks share, where the second one may not register the memory, and a rank's calls of CUDA."""
+    import torch.distributed as dist
+
+    calls: list[str] = []
+
+    def call(name: str, *_: int) -> None:
+        calls.append(name)
+        if rank == 1:
+            raise RuntimeError("not permitted")
+
+    assert dist.group.WORLD is not None
+    with (
+        patch.object(torch.UntypedStorage, "is_cuda", True),
+        patch.object(offload, "_call_cuda", call),
+    ):
+        copy = offload.share([torch.ones(3)], dist.group.WORLD)
+    return copy is not None, calls
+
+
+@pytest.mark.dist
+def test_memory_that_one_rank_may_not_register_is_registered_nowhere(pool: RankPool) -> None:
+    first, second = pool.run(_refused_by_cuda, world_size=2)
+    assert first == (False, ["cudaHostRegister", "cudaHostUnregister"])
+    assert second == (False, ["cudaHostRegister"])
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (1 << 20) + 1, 3 << 20, (1 << 24) - 1, 4096 * 11008 * 4])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -95,6 +98,15 @@ def test_a_model_that_transformer_engine_cannot_compute_keeps_local_layers(
         kernels.layer_kind("transformer_engine", dims, dtype, "cuda")
 
 
+@pytest.fixture
+def unknown() -> Iterator[None]:
+    """What is known of Transformer Engine is forgotten, before and after."""
+    kernels.transformer_engine_failure.cache_clear()
+    yield
+    kernels.transformer_engine_failure.cache_clear()
+
+
+@pytest.mark.usefixtures("unknown")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_device_without_packed_attention_has_local_layers(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """A CPU, and a GPU of another capability than cuDNN's attention needs."""
@@ -108,6 +120,49 @@ def test_a_device_without_packed_attention_has_local_layers(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ValueError, match=r"needs a CUDA device|needs 9\.0"):
         kernels.layer_kind("transformer_engine", DIMS, "bfloat16", device)
+
+
+_START_ON_CUDA = """
+import torch
+
+torch.cuda.is_available = lambda: True
+torch.cuda.set_device = lambda device: None
+torch.cuda.get_device_capability = lambda: (9, 0)
+from megarl.megatron.platform import start_platform
+
+start_platform("cuda")
+import megarl.megatron.model_engine
+from megarl.megatron.platform.kernels import layer_kind
+from megarl.models.param_types import Dims
+from megatron.core.extensions.transformer_engine import HAVE_TE
+
+assert not HAVE_TE
+dims = Dims(vocab=100, hidden=256, ffn=512, layers=2, heads=4, kv_heads=2, head_dim=64, positions=64)
+assert layer_kind("auto", dims, "bfloat16", "cuda") == "local"
+try:
+    layer_kind("transformer_engine", dims, "bfloat16", "cuda")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("error", ["OSError", "AssertionError", "RuntimeError", "ImportError"])
+def test_megatron_starts_beside_a_broken_transformer_engine(tmp_path: Path, error: str) -> None:
+    broken = tmp_path / "transformer_engine"
+    (broken / "pytorch").mkdir(parents=True)
+    (broken / "__init__.py").write_text("")
+    (broken / "pytorch" / "__init__.py").write_text(f"raise {error}('libtransformer_engine.so')")
+    done = subprocess.run(
+        [sys.executable, "-c", _START_ON_CUDA],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "TORCH_COMPILE_DISABLE": "1"},
+        check=False,
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"({error}: libtransformer_engine.so)" in done.stdout
 
 
 def _choose(rank: int) -> str:

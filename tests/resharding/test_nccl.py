@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[r
 from megarl.resharding import SyncError
 from megarl.resharding.sync_barrier import PeerError
 from megarl.resharding.transfers import cuda
-from megarl.resharding.transfers.cuda import MULTIPROCESSORS, NcclTransport, blocks_of
+from megarl.resharding.transfers.cuda import NcclTransport, blocks_of
 from megarl.resharding.transfers.cuda import NcclTransfer as Transfer
 from megarl.resharding.transfers.frames import Frames
 from tests.resharding.ways import SYNCS, Connections, Sync, in_threads
@@ -27,6 +27,8 @@ Sends = dict[int, list[int]]
 
 REAL_OPTIONS: Any = torch.distributed.ProcessGroupNCCL.Options if torch.distributed.is_nccl_available() else None
 WAIT_S = 60.0
+MULTIPROCESSORS = 132
+"""Of an H100."""
 QUEUES = 8
 """A process's hardware queues; CUDA_DEVICE_MAX_CONNECTIONS sets another number, as Megatron's TP wants."""
 
@@ -177,6 +179,11 @@ class Nccl:
         return ended
 
 
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "multiprocessors", lambda _: MULTIPROCESSORS)
+
+
 def test_a_peer_that_does_not_answer_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> None:
         raise torch.distributed.DistError("gone")
@@ -191,8 +198,10 @@ def test_a_peer_that_does_not_answer_is_named_once(monkeypatch: pytest.MonkeyPat
             return SimpleNamespace(is_completed=lambda: True, wait=lost)
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    store = HashStore()
+    store.set("multiprocessors/1", "132")
     with pytest.raises(PeerError, match=r"^NCCL: the transfer with rank 1 failed: gone$"):
-        connected(HashStore(), [0, 1], 0, to=[1], from_=[])
+        connected(store, [0, 1], 0, to=[1], from_=[])
 
 
 def connected(store: Store, ranks: Sequence[int], rank: int, **options: Any) -> NcclTransport:
@@ -286,8 +295,8 @@ def test_syncs_complete(use: Any, monkeypatch: pytest.MonkeyPatch, case: Sync, q
 @pytest.fixture
 def default(use: Any, monkeypatch: pytest.MonkeyPatch) -> Nccl:
     """NCCL without our limit of blocks."""
-    monkeypatch.setattr(cuda, "blocks_of", lambda _: 32)
-    monkeypatch.setattr(cuda, "MULTIPROCESSORS", 2 * 15 * 32)  # what the transport believes
+    monkeypatch.setattr(cuda, "blocks_of", lambda *_: 32)
+    monkeypatch.setattr(cuda, "multiprocessors", lambda _: 2 * 15 * 32)  # what the transport believes
     return use(Nccl())
 
 
@@ -323,12 +332,23 @@ def test_a_kernel_waits_behind_another_stream_of_its_queue(queues: int, hangs: b
 
 @pytest.mark.parametrize(("ranks", "blocks"), [(2, 4), (8, 4), (9, 4), (10, 2), (17, 2), (18, 1), (34, 1), (500, 1)])
 def test_all_transfers_of_a_rank_fit_half_of_a_gpu(ranks: int, blocks: int) -> None:
-    assert blocks_of(ranks) == blocks
+    assert blocks_of(ranks, MULTIPROCESSORS) == blocks
     assert blocks == 1 or 2 * (ranks - 1) * blocks <= 66
+
+
+def test_the_smallest_gpu_sets_the_blocks_of_all_ranks(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = use(Nccl())
+    counts = iter([108, *[MULTIPROCESSORS] * 7])
+    monkeypatch.setattr(cuda, "multiprocessors", lambda _: next(counts))
+    exchange(LAYOUTS["all to all of 8"])
+    assert {communicator.blocks for communicator in nccl.communicators.values()} == {2}
 
 
 def test_a_rank_with_more_transfers_than_fit_a_gpu_is_refused(use: Any) -> None:
     use(Nccl())
+    store = HashStore()
+    for rank in range(1, 68):
+        store.set(f"multiprocessors/{rank}", "132")
     refusal = r"^rank 0 has 134 transfers .* a GPU runs 132 at once: use engines with less TP"
     with pytest.raises(ValueError, match=refusal):
-        connected(HashStore(), range(68), 0, to=range(1, 68), from_=range(1, 68))
+        connected(store, range(68), 0, to=range(1, 68), from_=range(1, 68))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megarl.lazy_compiling import absent, compiled_at_first_call
-from megarl.megatron.platform.kernels import compiled
+from megarl.megatron.platform.kernels import compiled, transformer_engine_failure
 from megarl.megatron.platform.recomputation import mend_recomputation
 from megarl.resharding import serve_store
 
@@ -61,6 +61,7 @@ def start_platform(kind: str, *, fused: bool = False) -> torch.device:
             device = torch.device("cpu")
         elif torch.cuda.is_available():
             torch.cuda.set_device(0)
+            transformer_engine_failure()  # before megatron-core imports it
             device = torch.device("cuda", 0)
         else:
             problem = "cluster.device is cuda, but torch sees no CUDA device"

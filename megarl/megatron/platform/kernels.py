@@ -7,8 +7,9 @@ never on a CPU. Layers are of one kind for a whole model, see ``layer_kind``.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -59,13 +60,30 @@ def device_refusals(device: str) -> Iterator[str]:
     if device != "cuda":
         yield "Transformer Engine needs a CUDA device"
         return
-    try:
-        import transformer_engine.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except Exception as error:  # of a library that is missing, a version, or torch's extension
-        yield f"Transformer Engine is not installed, or cannot be imported ({type(error).__name__}: {error})"
+    failure = transformer_engine_failure()
+    if failure is not None:
+        yield f"Transformer Engine is not installed, or cannot be imported ({failure})"
     major, minor = torch.cuda.get_device_capability()
     if major < 9:
         yield f"compute capability {major}.{minor}: cuDNN's packed attention needs 9.0"
+
+
+@functools.cache
+def transformer_engine_failure() -> str | None:
+    """Imports Transformer Engine; where that fails, returns why, and hides it from megatron-core.
+
+    megatron-core (0.19) does without Transformer Engine if importing it raises ImportError. The
+    loader of its libraries also raises OSError, AssertionError and RuntimeError
+    (common/__init__.py, 2.20).
+    """
+    try:
+        import transformer_engine.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except Exception as error:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+        sys.modules["transformer_engine"] = cast(Any, None)  # its import raises ModuleNotFoundError
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def report(device: Device) -> list[tuple[str, str, str]]:

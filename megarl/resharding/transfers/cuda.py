@@ -27,8 +27,6 @@ from megarl.resharding.sync_barrier import PeerError
 _POLL_S = 0.0005
 _LOOK_S = 0.1
 
-MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200. One runs one block of a transfer's kernel at a time."""
 _MOST_BLOCKS = 4
 """Blocks of a transfer's kernel at most; each also takes some 10 MB of NCCL's buffers."""
 
@@ -117,15 +115,23 @@ class DeviceRecvBuffer:
             _call("cudaFree", self._pointer)
 
 
-def blocks_of(ranks: int) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Returns a GPU's multiprocessors. One runs one block of a transfer's kernel at a time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def blocks_of(ranks: int, available: int) -> int:
     """Returns the thread blocks of a transfer's kernel: NCCL's channels, a power of two.
 
     The kernels spin on their blocks until the peers' kernels run. All those of a rank that
-    exchanges frames with every other fit half of a GPU at once, up to 34 ranks.
+    exchanges frames with every other fit half of a GPU at once, on an H100 up to 34 ranks.
+
+    Args:
+        available: multiprocessors of the smallest GPU.
     """
     kernels = 2 * (ranks - 1)
     blocks = _MOST_BLOCKS
-    while blocks > 1 and blocks * kernels > MULTIPROCESSORS // 2:
+    while blocks > 1 and blocks * kernels > available // 2:
         blocks //= 2
     return blocks
 
@@ -165,10 +171,11 @@ class NcclTransport:
         self._rank = rank
         self.timeout_s = timeout_s
         self.look = look
-        blocks = blocks_of(len(members))
+        available = self._fewest_multiprocessors(store, device)
+        blocks = blocks_of(len(members), available)
         transfers = len(to) + len(from_)
-        if transfers * blocks > MULTIPROCESSORS:
-            limit = f"a GPU runs {MULTIPROCESSORS} at once: use engines with less TP, or trainers with less TP and PP"
+        if transfers * blocks > available:
+            limit = f"a GPU runs {available} at once: use engines with less TP, or trainers with less TP and PP"
             raise ValueError(f"rank {rank} has {transfers} transfers with other ranks in a sync, and {limit}")
         self._groups: dict[bool, Any] = {}
         for upwards, direction in ((True, "up"), (False, "down")):
@@ -189,6 +196,13 @@ class NcclTransport:
                         self.send(peer, 0, hello).wait("NCCL")
                 elif peer in from_:
                     self.receive(peer, 0, hello).wait("NCCL")
+
+    def _fewest_multiprocessors(self, store: Store, device: torch.device) -> int:
+        """Returns those of the smallest GPU, so that all ranks have kernels of the same size."""
+        keys = [f"multiprocessors/{member}" for member in self._index]
+        store.set(keys[self._index[self._rank]], str(multiprocessors(device)))
+        store.wait(keys, timedelta(seconds=self.timeout_s))
+        return min(int(store.get(key)) for key in keys)
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:
         # Without tags, as both sides use the same order.
