@@ -26,7 +26,10 @@ from torch import Tensor
 from benchmarks.gpu.work import SIZES, Size
 
 _ROPE_BASE = 1e6
-_EPS = 1e-6
+EPS = 1e-6
+"""Of the norms."""
+TEMPERATURE = 0.9
+"""Of the log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +95,10 @@ def cases(size: Size, dtype: torch.dtype, device: str, tokens: int) -> Iterator[
         return bias_swiglu_impl(x, None)
 
     def norm_by_op(x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, _EPS)
+        return rms_norm(x, weight, EPS)
 
     def norm_fused(x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, _EPS)
+        return F.rms_norm(x, weight.shape, weight, EPS)
 
     yield Case(
         kernel="norms",
@@ -117,15 +120,15 @@ def cases(size: Size, dtype: torch.dtype, device: str, tokens: int) -> Iterator[
     shard: Any = vocab_shard(_OneRank(), size.vocab, size.vocab)  # pyright: ignore[reportArgumentType]
     labels = torch.randint(size.vocab, (tokens,), device=device)
 
-    def logprobs(hidden: Tensor, weight: Tensor, *, fused: bool) -> Any:
-        options = {"temperature": 0.9, "chunk_tokens": logit_chunk(fused), "fused": fused}
+    def logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, *, fused: bool) -> Any:
+        options = {"temperature": TEMPERATURE, "chunk_tokens": logit_chunk(fused), "fused": fused}
         return logprobs_and_entropy(hidden, weight, labels, shard, **options)
 
     yield Case(
         kernel="logprobs",
         reference=partial(logprobs, fused=False),
         fused=partial(logprobs, fused=True),
-        inputs=(random(tokens, size.hidden), random(size.vocab, size.hidden, std=size.hidden**-0.5)),
+        inputs=(random(tokens, size.hidden), random(size.vocab, size.hidden, std=size.hidden**-0.5), labels),
     )
 
 

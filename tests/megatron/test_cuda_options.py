@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -43,10 +45,11 @@ def test_trainers_set_options_of_cuda_before_it_starts(
         monkeypatch.setenv(name, value)
     given: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
-    found: list[str | None] = []
+    found: list[tuple[str | None, bool]] = []
 
-    def start_platform(*_: object, **__: object) -> None:
-        found.append(os.environ.get(ONE_QUEUE))
+    def start_platform(kind: str, *, fused: bool) -> None:
+        assert kind == device
+        found.append((os.environ.get(ONE_QUEUE), fused))
         raise StoppedError
 
     monkeypatch.setattr(worker, "start_platform", start_platform)
@@ -55,7 +58,35 @@ def test_trainers_set_options_of_cuda_before_it_starts(
     with pytest.raises(StoppedError):
         MegatronWorker(config, "train", 0).start("tcp://127.0.0.1:1")
     assert given == segments
-    assert found == [queues]
+    assert found == [(queues, device == "cuda")]
+
+
+_ROPE = """
+import torch
+from torch import compile
+
+compiled = []
+torch.compile = lambda function: compiled.append(function.__name__) or (lambda x, *_, **__: 2 * x)
+from megarl.megatron.platform import start_platform
+
+start_platform("cpu", fused={fused})
+torch.compile = compile
+from megatron.core.models.common.embeddings import rope_utils
+
+x = torch.ones(3, 1, 4)
+angles = torch.zeros(3, 1, 1, 4)
+options = dict(rotary_interleaved=False, multi_latent_attention=False, mscale=1.0)
+turned = rope_utils._apply_rotary_pos_emb_thd(x, None, angles, cp_group=None, **options)
+print(compiled, turned.unique().tolist())
+"""
+
+
+@pytest.mark.process
+def test_rope_is_compiled_where_kernels_are_fused() -> None:
+    for fused, expected in ((True, "['_apply_rotary_pos_emb_bshd'] [2.0]"), (False, "[] [1.0]")):
+        command = [sys.executable, "-c", _ROPE.format(fused=fused)]
+        done = subprocess.run(command, check=False, timeout=240, capture_output=True, text=True)
+        assert (done.stdout.strip(), done.stderr) == (expected, "")
 
 
 def test_torch_knows_the_setting() -> None:
