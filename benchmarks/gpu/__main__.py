@@ -108,6 +108,7 @@ def parts(out: Path, device: str) -> dict[str, Part]:
     if device == "cuda":
         run(f"grpo-{middle}", middle, sleep=True)
         raw(middle)
+        run("grpo-4b", "4b", sleep=True)
     run(f"ppo-{small}", small, sleep=True, critic=True)
     run(f"grpo-awake-{small}", small)
     trl(small)

@@ -1,10 +1,9 @@
 """The least time that a policy's update can take on one GPU, by kind of kernel, beside what it took.
 
-Operations take the rate that products of the model's shapes reach, and bytes the speed of a copy on the device. Each
-kernel reads its inputs and writes its results once, as fused ones do, in bfloat16; attention computes its scores
-again in the backward pass, and products add up the gradients of weights in float32. What an update takes beyond that
-is lost: to operations one by one, slow kernels and recomputation, or, where no kernel runs, to a device that waits
-for its host.
+Operations take the rate that products of the model's shapes reach, and bytes the speed of a copy on the device. The
+bytes are those of the program with fused kernels: `tests/megatron/test_host_waits.py` holds them to what it counts in
+an update. Attention computes its scores again in the backward pass. What an update takes beyond that is lost: to
+operations one by one, slow kernels and recomputation, or, where no kernel runs, to a device that waits for its host.
 """
 
 from __future__ import annotations
@@ -23,12 +22,15 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 }
 """Kinds of kernels by parts of their names, the first that occurs; `element by element` are all others."""
 _OTHERS = "element by element"
-_VALUE = 2
-_GRADIENT_BYTES = 8
-"""Bytes of a value in bfloat16; and those read and written of a parameter's gradient per micro-batch."""
-_ADAM_BYTES = 38
-"""Bytes of a parameter per step: master, two moments and gradient read, all but the latter written, and the weight; the
-gradient is also read for its norm, and set to zero."""
+VALUE_BYTES = 2
+GRADIENT_BYTES = 10
+"""Bytes of a parameter in a micro-batch: its gradient in bfloat16 is added to the sum in float32."""
+ADAM_BYTES = 28
+"""Bytes of a parameter in a step: fused Adam reads its float32 value, gradient and moments, and writes all but the
+gradient."""
+AROUND_ADAM_BYTES = 22
+"""Bytes of a parameter in a step: its gradient is set to zero, scaled, and read for the norm; its value is copied to
+the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,39 @@ class Speeds:
         return cls(tflops=found[f"products/{size}/tflops"], gb_per_second=2 * found["copy/gb_per_second"])
 
 
+def layer_values(size: Size) -> int:
+    """Returns the values that kernels but products and attention read or write for a token in a layer.
+
+    Of several heads of keys, each for several of queries.
+    """
+    queries = size.heads * size.head_dim
+    keys = size.kv_heads * size.head_dim
+    rotated = queries + keys
+    projected = rotated + keys
+    norms = 2 * 5 * size.hidden
+    sums = 2 * 6 * size.hidden
+    swiglu = (3 + 5) * size.ffn
+    rope = 4 * rotated + 8 * size.head_dim  # the angles are in float32
+    copies = 2 * queries + 2 * projected  # queries forward, and the gradients of all three, which are joined
+    if size.family == "qwen3":
+        of_projection = 5 * rotated  # norms of heads
+    else:
+        of_projection = 3 * projected  # a bias, and its gradient
+    return norms + sums + swiglu + rope + copies + of_projection
+
+
+def logit_values(size: Size) -> int:
+    """Returns the values that kernels but products read or write for a token at which the output layer is read."""
+    return 3 * size.vocab
+
+
+def layer_parameters(size: Size) -> int:
+    """Returns the parameters of a layer's products."""
+    queries = size.heads * size.head_dim
+    keys = size.kv_heads * size.head_dim
+    return size.hidden * (2 * queries + 2 * keys + 3 * size.ffn)
+
+
 def least_seconds(size: Size, speeds: Speeds, *, tokens: float, read: float, flops: float) -> dict[str, float]:
     """Returns the seconds of an update by kind of kernel.
 
@@ -51,22 +86,18 @@ def least_seconds(size: Size, speeds: Speeds, *, tokens: float, read: float, flo
         read: tokens at which the output layer is read.
         flops: operations of forward and backward passes as a run counts them; attention's are what is left of them.
     """
-    hidden, ffn = size.hidden, size.ffn
-    heads = hidden + hidden // size.heads * size.kv_heads  # values of queries and keys
-    layer = hidden * (2 * heads + 3 * ffn)
-    products = 6 * (size.layers * layer * tokens + hidden * size.vocab * read)
+    head = size.hidden * size.vocab
+    products = 6 * (size.layers * layer_parameters(size) * tokens + head * read)
     attention = (flops - products) * 7 / 6  # seven products in place of twice three
-    forward = 10 * hidden + 2 * heads + 3 * ffn  # two norms and sums, rope, SwiGLU
-    backward = 12 * hidden + 2 * heads + 5 * ffn
-    values = size.layers * (forward + backward) * tokens + 3 * size.vocab * read
-    parameters = size.layers * layer + size.vocab * hidden
-    gradients = _GRADIENT_BYTES * parameters * math.ceil(tokens / size.micro_batch)
+    values = size.layers * layer_values(size) * tokens + logit_values(size) * read
+    parameters = size.layers * layer_parameters(size) + head
+    gradients = GRADIENT_BYTES * parameters * math.ceil(tokens / size.micro_batch)
     rate, speed = 1e12 * speeds.tflops, 1e9 * speeds.gb_per_second
     return {
         "products": products / rate,
         "attention": attention / rate,
-        _OTHERS: (_VALUE * values + gradients) / speed,
-        "optimizer": _ADAM_BYTES * parameters / speed,
+        _OTHERS: (VALUE_BYTES * values + gradients) / speed,
+        "optimizer": (ADAM_BYTES + AROUND_ADAM_BYTES) * parameters / speed,
     }
 
 

@@ -16,7 +16,9 @@ class Size:
     """A shape of a model, the requests to it, and its GPUs.
 
     Args:
-        family: Qwen2 with shared embeddings, or Qwen3 with heads of 128 elements and without.
+        family: qwen2, or qwen3, whose heads have 128 elements.
+        tied: embeddings are also the output layer.
+        recompute: of the actor and the critic.
         gpus: trainers and engines are on all of them, engines one to each.
         tp: of the trainers.
     """
@@ -35,6 +37,8 @@ class Size:
     micro_batch: int = 16384
     cache_mib: int = 20000
     family: str = "qwen2"
+    tied: bool = True
+    recompute: str = "none"
     gpus: int = 1
     tp: int = 1
 
@@ -44,8 +48,12 @@ class Size:
         return list(range(1, 1 + max(1, 2 * self.vocab // self.new_tokens)))
 
     @property
+    def head_dim(self) -> int:
+        return 128 if self.family == "qwen3" else self.hidden // self.heads
+
+    @property
     def hf_config(self) -> dict[str, Any]:
-        qwen3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "tie_word_embeddings": False}
+        qwen3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": self.head_dim}
         return {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": self.family,
@@ -61,7 +69,7 @@ class Size:
             "rope_theta": 1e6,
             "hidden_act": "silu",
             "initializer_range": 0.02,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": self.tied,
             "bos_token_id": None,
             "eos_token_id": 0,
             "pad_token_id": None,
@@ -73,6 +81,16 @@ SIZES = {
     "0.5b": Size(layers=24, hidden=896, ffn=4864, heads=14, kv_heads=2),
     "1.5b": Size(layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2, micro_batch=8192, cache_mib=12000),
     "3b": Size(layers=36, hidden=2048, ffn=11008, heads=16, kv_heads=2, micro_batch=3072),
+    "4b": Size(
+        layers=36,
+        hidden=2560,
+        ffn=9728,
+        heads=32,
+        kv_heads=8,
+        micro_batch=8192,
+        family="qwen3",
+        recompute="full",
+    ),
     "8b-8gpu": Size(
         layers=36,
         hidden=4096,
@@ -82,6 +100,7 @@ SIZES = {
         prompts=128,
         cache_mib=26000,
         family="qwen3",
+        tied=False,
         gpus=8,
         tp=4,
     ),
@@ -127,7 +146,8 @@ def config(
         "sequence_parallel": size.tp > 1,
     }
     devices = "0" if size.gpus == 1 else f"0-{size.gpus - 1}"
-    roles = ["actor", "reference", *(["critic"] if critic else [])]
+    trained = {**role, "recompute": size.recompute}
+    roles = {"actor": trained, "reference": role, **({"critic": trained} if critic else {})}
     length = size.prompt_tokens + size.new_tokens
     penalty = {"max_tokens": size.new_tokens, "buffer_tokens": size.new_tokens // 2}
     grpo = {"advantage": "grpo", "kl": {"in": "loss", "estimator": "k3", "coef": 0.001}, "mini_batches": 1}
@@ -140,7 +160,7 @@ def config(
             "devices_per_node": size.gpus,
             "object_store_mib": 4096 if device == "cuda" else 128,
         },
-        "groups": {"train": {"devices": devices, "roles": dict.fromkeys(roles, role)}},
+        "groups": {"train": {"devices": devices, "roles": roles}},
         "rollout": {
             "devices": devices,
             "max_new_tokens": size.new_tokens,

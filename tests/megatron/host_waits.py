@@ -8,11 +8,12 @@ pageable memory is counted; not where CUDA takes a single number as an argument 
 
 Limits: an operation counts as one kernel and moves its arguments and results once, whatever CUDA
 does for it; operations that CUDA has in place of a CPU's are not known, nor waits for streams and
-events, nor for memory; a function that ``as_one`` replaces counts op by op in the backward pass.
+events, nor for memory.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,8 @@ _WAITING = {
 }  # fmt: skip
 _NO_KERNEL = {"_unsafe_view", "detach", "lift_fresh", "set_", "resize_", "_local_scalar_dense"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_WRITING = {"copy_", "fill_", "zero_"}
+"""They do not read what they write; others that work in place do."""
 _FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "zeros"}
 
 
@@ -51,10 +54,11 @@ class Counts:
         self.waits: dict[str, Counter[Wait]] = {}
         self.kernels: dict[str, Counter[str]] = {}
         self.products: dict[str, Counter[str]] = {}
-        self.moved_bytes: Counter[str] = Counter()
+        self.moved_bytes: dict[str, Counter[str]] = {}
+        """Of kernels and products, by the same names."""
 
-    def add(self, table: dict[str, Counter[Any]], entry: Any) -> None:
-        table.setdefault(self.current, Counter())[entry] += 1
+    def add(self, table: dict[str, Counter[Any]], entry: Any, number: int = 1) -> None:
+        table.setdefault(self.current, Counter())[entry] += number
 
     @property
     def current(self) -> str:
@@ -84,25 +88,61 @@ class Operations(TorchDispatchMode):
         if not self._fused:
             self.counts.add(self.counts.waits, (_place(), what))
 
-    def as_one(self, name: str, function: Callable[..., Any], *, product: bool = False) -> Callable[..., Any]:
-        """Returns the function, which counts as one kernel forward."""
+    def as_one(
+        self, name: str, function: Callable[..., Any], *, product: bool = False, linear: bool = False
+    ) -> Callable[..., Any]:
+        """Returns the function of tensors, which counts as one kernel forward, and one backward.
+
+        Args:
+            linear: backward does not read the tensors that have gradients.
+        """
+        counter = self
+
+        def alone(name: str, run: Callable[[], Any], read: Any) -> Any:
+            counter._fused = True
+            try:
+                result = run()
+            finally:
+                counter._fused = False
+            counter._kernel(name, product, _tensors(read), _tensors(result))
+            return result
+
+        class One(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, call: Any, args: tuple[Any, ...], places: list[int], *tensors: Tensor) -> Tensor:
+                ctx.leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+                given = dict(enumerate(args)) | dict(zip(places, ctx.leaves, strict=True))
+
+                def run() -> Tensor:
+                    with torch.enable_grad():
+                        ctx.result = call(*given.values())
+                    return ctx.result.detach()
+
+                return alone(name, run, tensors)
+
+            @staticmethod
+            def backward(ctx: Any, slope: Tensor) -> Any:
+                wanted = [x for x in ctx.leaves if x.requires_grad]
+                read = [slope, *(x for x in ctx.leaves if not (linear and x.requires_grad))]
+                slopes = alone(f"{name} backward", lambda: torch.autograd.grad(ctx.result, wanted, slope), read)
+                found = iter(slopes)
+                return None, None, None, *(next(found) if x.requires_grad else None for x in ctx.leaves)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            within = self._fused
-            self._fused = True
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                self._fused = within
-            if not within:
-                self._kernel(name, product, [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)])
-            return result
+            if counter._fused:
+                return function(*args, **kwargs)
+            places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+            tensors = [args[i] for i in places]
+            if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+                return alone(name, lambda: function(*args, **kwargs), (args, kwargs))
+            assert not any(isinstance(x, Tensor) for x in kwargs.values())
+            return One.apply(functools.partial(function, **kwargs), args, places, *tensors)
 
         return call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = _tensors((args, kwargs))
         name = func._schema.name.removeprefix("aten::")
         sides: list[Side] = [self.side(x) for x in given]
         side: Side = self.made_on
@@ -113,20 +153,22 @@ class Operations(TorchDispatchMode):
         if side == "device":
             self._note_waits(name, func, args, given, sides)
         result = func(*args, **kwargs)
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        made = _tensors(result)
         for tensor in made:
             if tensor.untyped_storage()._cdata not in self._sides:
                 self.mark(tensor, side)
         if side == "device" and not _is_view(func) and "empty" not in name and name not in _NO_KERNEL:
-            self._kernel(name, name in _PRODUCTS or "attention" in name, [*given, *made])
+            self._kernel(name, name in _PRODUCTS or "attention" in name, given, made)
         return result
 
-    def _kernel(self, name: str, product: bool, tensors: list[Tensor]) -> None:
+    def _kernel(self, name: str, product: bool, read: list[Tensor], written: list[Tensor]) -> None:
         if self._fused:
             return
         counts = self.counts
         counts.add(counts.products if product else counts.kernels, name)
-        counts.moved_bytes[counts.current] += sum(x.nbytes for x in {id(x): x for x in tensors}.values())
+        if name in _WRITING:
+            read = [x for x in read if not any(x is y for y in written)]
+        counts.add(counts.moved_bytes, name, sum(x.nbytes for x in [*read, *written]))
 
     def _note_waits(self, name: str, func: Any, args: Any, given: list[Tensor], sides: list[Side]) -> None:
         if name in _WAITING or (name == "repeat_interleave" and not func._schema.overload_name.startswith("self")):
@@ -205,6 +247,10 @@ def counting(on_device: Iterable[Tensor]) -> Iterator[Operations]:
         patches.enter_context(counter)
         patches.enter_context(Calls(counter))
         yield counter
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _is_view(func: Any) -> bool:

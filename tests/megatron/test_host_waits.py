@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu import roofline
+from benchmarks.gpu.work import Size
 from megarl.config.schema import Algo, Optimizer
 from megarl.config.schema.loss_specs import PolicySpec, ValueSpec
 from megarl.data.schedule import update_schedules
@@ -36,6 +40,10 @@ UPDATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "ppo critic": ({"mini_batches": 2}, ("old_values", "returns", "scored_mask")),
 }
 """Settings of ``algo`` and the columns of the experience."""
+
+
+PACK = 40
+"""Tokens of a micro-batch, with padding."""
 
 
 def experience_of(chunks: list[Any], names: tuple[str, ...]) -> dict[int, ExperienceChunk]:
@@ -66,7 +74,7 @@ def prepared(rank: int, directory: Path, update: str, fused: bool) -> tuple[Any,
     experience = experience_of(chunks, names)
     spec: Any = ValueSpec(algo=algo) if is_critic else PolicySpec(algo=algo, temperature=0.9, max_staleness=1)
     make_loss = loss_maker(spec, role, experience, kl_coef=0.1)
-    (schedule,) = update_schedules(infos, Layout(), 40, mini_batches=1, epochs=1, seed=0, step=0)
+    (schedule,) = update_schedules(infos, Layout(), PACK, mini_batches=1, epochs=1, seed=0, step=0)
     own = schedule.ranks[0]
     return role, lambda: role.update([own], experience, make_loss), len(own.packs)
 
@@ -80,7 +88,7 @@ def counted(rank: int, directory: Path, update: str, fused: bool = False) -> tup
         kernel = counter.as_one("attention", _kernel, product=True)
         stack.enter_context(patch("torch.nn.attention.varlen.varlen_attn", kernel))
         for function in FUSED if fused else ():
-            kernel = counter.as_one(function, pkgutil.resolve_name(function))
+            kernel = counter.as_one(function, pkgutil.resolve_name(function), linear=function == ROPE)
             stack.enter_context(patch(function, kernel))
         step = role._optimizer_step
 
@@ -113,13 +121,17 @@ def without_waits(rank: int, directory: Path, update: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+ROPE = "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_bshd"
+LOGITS = (
+    "megarl.megatron.platform.logit_kernels.logit_statistics",
+    "megarl.megatron.platform.logit_kernels.logit_gradient_",
+)
 FUSED = (
     "torch.nn.functional.rms_norm",
     "megatron.core.fusions.fused_bias_swiglu.swiglu",
     "megatron.core.fusions.fused_bias_swiglu.swiglu_back",
-    "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_bshd",
-    "megarl.megatron.platform.logit_kernels.logit_statistics",
-    "megarl.megatron.platform.logit_kernels.logit_gradient_",
+    ROPE,
+    *LOGITS,
 )
 """Functions that are one kernel on CUDA."""
 
@@ -173,20 +185,84 @@ def test_the_host_waits_only_once_an_optimizer_step(pool: RankPool, models: dict
     assert found == ALLOWED
 
 
+def difference(fewer: Counts, more: Counts) -> Counts:
+    """The counts of the layers that one model has more."""
+    found = Counts()
+    for name in ("kernels", "products", "moved_bytes"):
+        tables = {phase: table - getattr(fewer, name)[phase] for phase, table in getattr(more, name).items()}
+        setattr(found, name, tables)
+    return found
+
+
+BOUNDS = {
+    False: {"forward": (62, 10_484), "backward": (93, 20_768)},
+    True: {"forward": (10, 2_020), "backward": (18, 2_792)},
+}
+"""Of a layer of 32 hidden elements in a micro-batch, with fused kernels or without: kernels besides products, and the
+bytes that they read or write for a token, gradients of weights apart."""
+OUTSIDE = {"grpo": (310, 70), "ppo actor": (158, 54), "ppo critic": (108, 40)}
+"""Kernels of a micro-batch outside the layers, forward and backward, where kernels are fused."""
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(("fused", "forward", "backward"), [(False, 62, 93), (True, 10, 94)])
-def test_a_layer_starts_few_kernels(
-    pool: RankPool, models: dict[int, Path], fused: bool, forward: int, backward: int
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_micro_batch_starts_few_kernels_that_move_few_bytes(
+    pool: RankPool, models: dict[int, Path], update: str, fused: bool
 ) -> None:
-    counts: dict[int, Any] = {}
+    counts: dict[int, Counts] = {}
     for layers, directory in models.items():
-        ((counts[layers], micro_batches),) = pool.run(counted, directory, "ppo actor", fused, world_size=1)
-    products = counts[3].products["forward"] - counts[2].products["forward"]
-    assert products == {"mm": 4 * micro_batches, "attention": micro_batches}
-    found = {}
-    for phase, bound in (("forward", forward), ("backward", backward)):
-        found[phase] = counts[3].kernels[phase] - counts[2].kernels[phase]
-        assert found[phase].total() <= bound * micro_batches, found
+        ((counts[layers], micro_batches),) = pool.run(counted, directory, update, fused, world_size=1)
+    layer = difference(counts[2], counts[3])
+    assert layer.products["forward"] == {"mm": 4 * micro_batches, "attention": micro_batches}
+    for place, (phase, (kernels, nbytes)) in enumerate(BOUNDS[fused].items()):
+        found = layer.kernels[phase]
+        assert found.total() <= kernels * micro_batches, found
+        moved = {name: layer.moved_bytes[phase][name] for name in found if name != "add_"}
+        assert sum(moved.values()) <= nbytes * micro_batches * PACK, moved
+        if fused:
+            outside = counts[2].kernels[phase].total() - 2 * found.total()
+            assert outside <= OUTSIDE[update][place] * micro_batches
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "size",
+    [
+        Size(layers=2, hidden=64, ffn=96, heads=8, kv_heads=2, vocab=2000),
+        Size(layers=2, hidden=128, ffn=96, heads=4, kv_heads=2, vocab=2000),
+        Size(layers=2, hidden=64, ffn=160, heads=4, kv_heads=2, vocab=2000, family="qwen3"),
+    ],
+    ids=["qwen2 of 64", "qwen2 of 128", "qwen3"],
+)
+def test_the_roofline_of_the_benchmark_has_the_bytes_that_are_counted(
+    pool: RankPool, tmp_path: Path, size: Size
+) -> None:
+    """Within 3%: the weights of norms and biases are not in it, nor the columns of log-probabilities."""
+    counts: dict[int, Counts] = {}
+    for layers in (2, 3):
+        fields = replace(size, layers=layers).hf_config
+        directory = save_model(tmp_path / str(layers), fields.pop("model_type"), **fields)
+        ((counts[layers], micro_batches),) = pool.run(counted, directory, "ppo actor", True, world_size=1)
+    layer = difference(counts[2], counts[3])
+    moved: Counter[str] = Counter()
+    for phase in ("forward", "backward"):
+        for name in layer.kernels[phase]:
+            moved[name] += layer.moved_bytes[phase][name]
+    parameters = roofline.layer_parameters(size)
+    gradients = moved.pop("add_")
+    assert gradients == pytest.approx(micro_batches * roofline.GRADIENT_BYTES * parameters, rel=0.03)
+    tokens = micro_batches * PACK
+    assert moved.total() == pytest.approx(roofline.VALUE_BYTES * tokens * roofline.layer_values(size), rel=0.03)
+
+    logits = sum(counts[2].moved_bytes[phase][name] for phase in ("forward", "backward") for name in LOGITS)
+    read = sum(len(row) for chunk in random_chunks()[0] for row in chunk.response_ids)
+    assert logits == pytest.approx(roofline.VALUE_BYTES * read * roofline.logit_values(size), rel=0.03)
+
+    step = layer.moved_bytes["step"]
+    around = step["linalg_vector_norm"] + step["copy_"]
+    around += sum(layer.moved_bytes["forward"][name] for name in ("zero_", "mul_"))
+    assert around == pytest.approx(roofline.AROUND_ADAM_BYTES * parameters, rel=0.03)
 
 
 DEVICE = torch.device("cpu")
@@ -230,7 +306,9 @@ def test_the_counter_counts_kernels_and_their_bytes() -> None:
     counts = counter.counts
     assert counts.kernels["forward"] == {"norm": 1, "exp": 1, "sum": 1}
     assert counts.products["forward"] == {"mm": 1}
-    assert counts.moved_bytes["forward"] == 2 * 64 + 3 * 64 + 2 * 64 + 64 + 4
+    assert counts.moved_bytes["forward"] == {"norm": 2 * 64, "mm": 3 * 64, "exp": 2 * 64, "sum": 64 + 4}
+    assert counts.kernels["backward"]["norm backward"] == 1
+    assert counts.moved_bytes["backward"]["norm backward"] == 3 * 64
     assert counts.products["backward"] == {"mm": 2}
 
 

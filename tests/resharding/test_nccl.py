@@ -17,8 +17,8 @@ from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[r
 from megarl.resharding import SyncError
 from megarl.resharding.sync_barrier import PeerError
 from megarl.resharding.transfers import cuda
-from megarl.resharding.transfers.cuda import NcclTransport, blocks_of
 from megarl.resharding.transfers.cuda import NcclTransfer as Transfer
+from megarl.resharding.transfers.cuda import NcclTransport, blocks_of
 from megarl.resharding.transfers.frames import Frames
 from tests.resharding.ways import SYNCS, Connections, Sync, in_threads
 
