@@ -23,6 +23,13 @@ HEADS: Mapping[RoleName, HeadName] = {"actor": "lm", "reference": "lm", "critic"
 """The head of each role's model."""
 
 
+FloatArray = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+AnyArray = npt.NDArray[Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankCoords:
     """A rank's coordinates in a role's layout, from 0."""
@@ -86,11 +93,11 @@ class Ragged:
         offsets: [N + 1] int64; row i is ``values[offsets[i]:offsets[i + 1]]``.
     """
 
-    values: npt.NDArray[Any]
-    offsets: npt.NDArray[np.int64]
+    values: AnyArray
+    offsets: Int64Array
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Sequence[Any] | npt.NDArray[Any]], dtype: npt.DTypeLike) -> Ragged:
+    def from_rows(cls, rows: Iterable[Sequence[Any] | AnyArray], dtype: npt.DTypeLike) -> Ragged:
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         offsets = np.fromiter(accumulate(map(len, arrays), initial=0), np.int64, len(arrays) + 1)
         values = np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
@@ -99,19 +106,19 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, row: int) -> npt.NDArray[Any]:
+    def __getitem__(self, row: int) -> AnyArray:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
-    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
+    def __iter__(self) -> Iterator[AnyArray]:
         return (self[i] for i in range(len(self)))
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Int64Array:
         """[N] int64, values per row."""
         return np.diff(self.offsets)
 
 
-TokenValues = dict[tuple[int, int], dict[str, npt.NDArray[np.float32]]]
+TokenValues = dict[tuple[int, int], dict[str, FloatArray]]
 """Values of each response token by name, by the sample's chunk and row."""
 
 
@@ -194,18 +201,23 @@ class RolloutChunk:
         rewards: [N] float32, rewards of the environment; NaN for a failed conversation.
         turns, turn_rewards: N rows of int32 and float64: the sampled tokens up to the end of each
             turn, and its reward.
+        kept_counts: N rows of int32, number of ids from which each token was sampled; 0 for too
+            many of them, where the log-probability is 0 too. None where the ids are not recorded.
+        kept_ids: N rows of int32, these ids, those of one token after those of another.
     """
 
     sample_ids: tuple[str, ...]
     prompt_ids: Ragged
     response_ids: Ragged
     rollout_logprobs: Ragged
-    finished: npt.NDArray[np.bool_]
+    finished: BoolArray
     versions: tuple[tuple[VersionSpan, ...], ...]
     loss_mask: Ragged | None = None
-    rewards: npt.NDArray[np.float32] | None = None
+    rewards: FloatArray | None = None
     turns: Ragged | None = None
     turn_rewards: Ragged | None = None
+    kept_counts: Ragged | None = None
+    kept_ids: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +225,11 @@ class SampledTurn:
     """A turn of a conversation as an engine sampled it, with the columns of a ``RolloutChunk``'s row."""
 
     token_ids: tuple[int, ...]
-    logprobs: npt.NDArray[np.float32]
+    logprobs: FloatArray
     finished: bool
     versions: tuple[VersionSpan, ...]
+    kept_counts: Int32Array | None = None
+    kept_ids: Int32Array | None = None
 
     @classmethod
     def of(cls, chunk: RolloutChunk, row: int = 0) -> SampledTurn:
@@ -224,6 +238,8 @@ class SampledTurn:
             logprobs=chunk.rollout_logprobs[row],
             finished=bool(chunk.finished[row]),
             versions=chunk.versions[row],
+            kept_counts=None if chunk.kept_counts is None else chunk.kept_counts[row],
+            kept_ids=None if chunk.kept_ids is None else chunk.kept_ids[row],
         )
 
 
@@ -270,14 +286,22 @@ class TextChunk:
     sample_ids: tuple[str, ...]
     prompt_ids: Ragged
     response_ids: Ragged
-    margins: npt.NDArray[np.float32] | None = None
-    desirable: npt.NDArray[np.float32] | None = None
-    ref_logprobs: npt.NDArray[np.float32] | None = None
+    margins: FloatArray | None = None
+    desirable: FloatArray | None = None
+    ref_logprobs: FloatArray | None = None
     kl: float | None = None
 
     @property
     def loss_mask(self) -> None:
         """Returns None: a text is learned as a whole."""
+
+    @property
+    def kept_counts(self) -> None:
+        """Returns None: no engine sampled a text."""
+
+    @property
+    def kept_ids(self) -> None:
+        """Returns None: no engine sampled a text."""
 
 
 @dataclass(frozen=True, kw_only=True)

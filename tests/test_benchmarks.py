@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
-from benchmarks import learning
+from benchmarks import kept_sets, learning
 from benchmarks.asynchronous import LOADS, SETTINGS, SYNCHRONOUS
 from examples.sort_letters.checkpoint import tokenizer
 from megarl.config import load
@@ -32,7 +36,7 @@ SMOKE: Mapping[str, Sequence[str]] = {
 """Arguments of those that `make bench` runs."""
 WITHOUT_MODEL = ("config_load", "gateway", "plan", "turns")
 """Those that start no trainer and no engine; `make matrix` has the others."""
-LONG = ("asynchronous", "compare_runs", "gpu", "learning")
+LONG = ("asynchronous", "compare_runs", "gpu", "kept_sets", "learning")
 """Those with a test of their own; that of the package `gpu` is tests/test_gpu_benchmark.py."""
 
 
@@ -126,3 +130,17 @@ def test_a_cell_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     learning.main(["--algorithm", "lookup", "--seed", "0"])
     result = json.loads((tmp_path / learning.RESULTS / "lookup-0.json").read_text())
     assert (result["steps"], [row["step"] for row in result["evaluations"]]) == (2, [0, 2])
+
+
+def test_ratios_of_all_tokens_by_hand(tmp_path: Path) -> None:
+    """Of a model by which all 8 tokens are alike, of which half were kept; another step's samples do not count."""
+
+    class Uniform:
+        def __call__(self, *, input_ids: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(logits=torch.zeros(1, input_ids.shape[1], 8))
+
+    for name in ("1%2Fa%2F0", "2%2Fa%2F0"):
+        columns = {"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "rollout_logprobs": [math.log(1 / 4)] * 3}
+        np.savez(tmp_path / f"{name}.npz", **{key: np.array(values) for key, values in columns.items()})
+    (ratios,) = kept_sets.ratios_of_all_tokens(Uniform(), tmp_path)
+    assert ratios == pytest.approx([0.5] * 3)

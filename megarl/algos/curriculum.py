@@ -26,9 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.bounds import BelowOne, Fraction, Positive
+from megarl.types import Int64Array
 
 Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
+Integers = Int64Array
 
 DRAWS_KEPT = 8
 

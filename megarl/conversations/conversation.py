@@ -18,6 +18,7 @@ class Branch:
     Args:
         loss_mask: whether each id of the response was sampled.
         logprobs: log-probabilities of the sampled ids, nats.
+        kept_counts, kept_ids: see ``RolloutChunk``; None before the first turn, and where they are not recorded.
         turns: numbers of sampled ids up to the end of each turn.
         messages, tools: chat before the last turn, which is `action`.
         busy: whether a turn is being sampled.
@@ -28,6 +29,8 @@ class Branch:
     response: list[int] = field(default_factory=list[int])
     loss_mask: list[bool] = field(default_factory=list[bool])
     logprobs: list[float] = field(default_factory=list[float])
+    kept_counts: list[int] | None = None
+    kept_ids: list[int] | None = None
     versions: list[VersionSpan] = field(default_factory=list[VersionSpan])
     turns: list[int] = field(default_factory=list[int])
     rewards: list[float] = field(default_factory=list[float])
@@ -54,6 +57,9 @@ class Branch:
         self.response += turn.token_ids
         self.loss_mask += [True] * len(turn.token_ids)
         self.logprobs += turn.logprobs.tolist()
+        if turn.kept_counts is not None and turn.kept_ids is not None:
+            self.kept_counts = [*(self.kept_counts or ()), *turn.kept_counts.tolist()]
+            self.kept_ids = [*(self.kept_ids or ()), *turn.kept_ids.tolist()]
         for span in turn.versions:
             self.versions.append(replace(span, start=start + span.start, stop=start + span.stop))
         self.turns.append(len(self.logprobs))

@@ -21,7 +21,7 @@ from megarl.conversations.conversation import Branch, Conversation
 from megarl.conversations.environment_calls import EnvironmentChild, EnvironmentChildren, LostEnvironmentError
 from megarl.conversations.environment_child import Reply
 from megarl.conversations.gateway.gateway_request import GatewayConfig
-from megarl.data.packing import sample_infos
+from megarl.data.packing import kept_columns, sample_infos
 from megarl.data.tokenizer import Message, Tokenizer, load_tokenizer
 from megarl.environments.environment import EnvironmentTask, FailedEnvironmentError
 from megarl.errors import RunError
@@ -309,5 +309,6 @@ def pack_conversations(conversations: Sequence[Conversation], filler: int) -> tu
         rewards=np.array(rewards, dtype=np.float32),
         turns=Ragged.from_rows((branch.turns for branch in branches), np.int32),
         turn_rewards=Ragged.from_rows((branch.rewards for branch in branches), np.float64),
+        **kept_columns(branches),
     )
     return chunk, prompt_ids

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from megarl.types import SampleInfo
+from megarl.types import Int64Array, SampleInfo
 
-Indices = npt.NDArray[np.int64]
+Indices = Int64Array
 
 
 def numbered(names: Iterable[str]) -> Indices:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.data.sources import UnusableRowError, listed
 from megarl.data.tokenizer import Message, Tokenizer
 from megarl.files import parse_json
+from megarl.types import Int32Array
 
-Ids = npt.NDArray[np.int32]
+Ids = Int32Array
 """[tokens] int32."""
 Columns = dict[str, Any]
 

@@ -25,15 +25,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megarl.types import PackRow, Ragged, RolloutChunk, SampleInfo
+from megarl.types import AnyArray, FloatArray, Int32Array, Int64Array, PackRow, Ragged, RolloutChunk, SampleInfo
 
 PAD_TOKEN_ID = 0  # any id of the vocabulary would do
 PAD_SEQUENCE_TOKENS = 64
 """Length of padding sequences. Attention is quadratic in it: if all padding were one sequence, empty packs would cost
 most. Very short sequences cost time where attention loops over them."""
 
-Ids = npt.NDArray[np.int64]
-Values = npt.NDArray[np.float32]
+Ids = Int64Array
+Values = FloatArray
 
 
 class Chunks[V](Protocol):
@@ -54,6 +54,12 @@ class TokenChunk(Protocol):
     @property
     def loss_mask(self) -> Ragged | None: ...
 
+    @property
+    def kept_counts(self) -> Ragged | None: ...
+
+    @property
+    def kept_ids(self) -> Ragged | None: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackShape:
@@ -64,7 +70,7 @@ class PackShape:
         max_seqlen: number of tokens of the longest sequence.
     """
 
-    cu_seqlens: npt.NDArray[np.int32]
+    cu_seqlens: Int32Array
     max_seqlen: int
 
 
@@ -78,6 +84,8 @@ class PackedBatch:
         source_positions: position that predicts each response token, [T] int64.
         labels: response tokens, [T] int64.
         last_positions: position of each row's last token, [B] int64.
+        kept: each response token, the other ids from which it was sampled, and -1 after them, [T, K]
+            int32; None where they are not recorded. A token of too many has no others.
     """
 
     shape: PackShape
@@ -86,6 +94,7 @@ class PackedBatch:
     source_positions: Ids
     labels: Ids
     last_positions: Ids
+    kept: Int32Array | None = None
 
 
 def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
@@ -125,7 +134,31 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
         source_positions=labelled - 1,
         labels=tokens[labelled],
         last_positions=ends - 1,
+        kept=_kept(rows, chunks, tokens[labelled]),
     )
+
+
+def _kept(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], labels: Ids) -> Int32Array | None:
+    """Returns ``PackedBatch.kept``."""
+    counts: list[AnyArray] = []
+    ids: list[AnyArray] = []
+    for row in rows:
+        chunk = chunks[row.chunk]
+        if chunk.kept_counts is not None and chunk.kept_ids is not None:
+            counts.append(chunk.kept_counts[row.row])
+            ids.append(chunk.kept_ids[row.row])
+    if not counts:
+        return None
+    per_token = _concatenate(counts, np.int64)
+    assert len(per_token) == len(labels), "all rows with sampled tokens have them, or none"
+    others = _concatenate(ids, np.int32)
+    token = np.repeat(np.arange(len(labels)), per_token)
+    is_other = others != labels[token]
+    per_token = np.bincount(token[is_other], minlength=len(labels))
+    kept = np.full((len(labels), 1 + per_token.max(initial=0)), -1, dtype=np.int32)
+    kept[:, 0] = labels
+    kept[:, 1:][np.arange(kept.shape[1] - 1) < per_token[:, None]] = others[is_other]
+    return kept
 
 
 def _sampled_positions(row: PackRow, chunk: TokenChunk) -> Ids:
@@ -181,7 +214,7 @@ def _row_order(rows: Sequence[PackRow]) -> dict[int, list[int]]:
     return order
 
 
-def _concatenate(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def _concatenate(arrays: Sequence[AnyArray], dtype: npt.DTypeLike) -> AnyArray:
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
 
 
@@ -203,3 +236,27 @@ def sample_infos(index: int, chunk: RolloutChunk, prompt_ids: Sequence[str]) -> 
         )
         infos.append(info)
     return infos
+
+
+class KeptRow(Protocol):
+    """A row of the columns ``kept_counts`` and ``kept_ids`` of ``RolloutChunk``; None where there are none."""
+
+    @property
+    def kept_counts(self) -> Sequence[int] | Int32Array | None: ...
+
+    @property
+    def kept_ids(self) -> Sequence[int] | Int32Array | None: ...
+
+
+def kept_columns(rows: Iterable[KeptRow]) -> dict[str, Any]:
+    """Returns the columns by name; none where no row has them. A row without a sampled token may lack them."""
+    counts: list[Any] = []
+    ids: list[Any] = []
+    are_recorded = False
+    for row in rows:
+        are_recorded = are_recorded or row.kept_counts is not None
+        counts.append(() if row.kept_counts is None else row.kept_counts)
+        ids.append(() if row.kept_ids is None else row.kept_ids)
+    if not are_recorded:
+        return {}
+    return {"kept_counts": Ragged.from_rows(counts, np.int32), "kept_ids": Ragged.from_rows(ids, np.int32)}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.algos.curriculum import DRAWS_KEPT, History, solve_rates
 from megarl.algos.registry import CURRICULA, bound
@@ -14,7 +13,7 @@ from megarl.config import RolloutTrainingConfig
 from megarl.config.schema import CustomFunction
 from megarl.data.stream import stable_hash
 from megarl.errors import RunError
-from megarl.types import Prompt
+from megarl.types import AnyArray, BoolArray, Int64Array, Prompt
 
 _COLUMNS = ("steps", "samples", "scores", "solved")
 
@@ -59,7 +58,7 @@ class Curriculum:
         # Later steps than a step may read are among them.
         shape = (len(self._keys), DRAWS_KEPT + staleness)
         self._first_rounds: dict[int, list[str]] = {}
-        self._columns: dict[str, npt.NDArray[Any]] = {
+        self._columns: dict[str, AnyArray] = {
             "steps": np.zeros(shape, np.int64),
             "samples": np.zeros(shape, np.int64),
             "scores": np.zeros(shape),
@@ -88,15 +87,13 @@ class Curriculum:
             self._first_rounds[step] = taken
         return taken
 
-    def _without(self, rows: npt.NDArray[np.bool_], keys: Sequence[str]) -> npt.NDArray[np.bool_]:
+    def _without(self, rows: BoolArray, keys: Sequence[str]) -> BoolArray:
         left = rows.copy()
         for key in keys:
             left[self._rows[key]] = False
         return left
 
-    def _chosen(
-        self, history: History, rows: npt.NDArray[np.int64], count: int, random: np.random.Generator
-    ) -> list[int]:
+    def _chosen(self, history: History, rows: Int64Array, count: int, random: np.random.Generator) -> list[int]:
         """Returns some of the rows, as the function chooses; raises RunError if it does not."""
         columns = {name: getattr(history, name)[rows] for name in _COLUMNS}
         try:
@@ -127,31 +124,49 @@ class Curriculum:
         """Returns the shares of the pools in all prompts, as known for a step, and the rate of its prompts."""
         history = self._history(step)
         rates = solve_rates(history, self._half_life)
-        known = history.samples.sum(1) > 0
         hard, easy = self._pools
-        return {
-            "curriculum/unknown": float((~known).mean()),
-            "curriculum/hard": float((known & (rates < hard)).mean()),
-            "curriculum/medium": float((known & (rates >= hard) & (rates <= easy)).mean()),
-            "curriculum/easy": float((known & (rates > easy)).mean()),
-            "curriculum/rate": float(rates[[self._rows[key] for key in prompts]].mean()),
+        known = history.samples.sum(1) > 0
+        is_hard = known & (rates < hard)
+        is_easy = known & (rates > easy)
+        pools = {
+            "unknown": ~known,
+            "hard": is_hard,
+            "medium": known & ~is_hard & ~is_easy,
+            "easy": is_easy,
         }
+        metrics: dict[str, float] = {}
+        for name, members in pools.items():
+            metrics[f"curriculum/{name}"] = float(members.mean())
+        rows: list[int] = []
+        for key in prompts:
+            rows.append(self._rows[key])
+        metrics["curriculum/rate"] = float(rates[rows].mean())
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """Returns the draws of the prompts that have any, and the first rounds of the last steps, as JSON."""
         rows = np.flatnonzero(self._columns["steps"][:, -1])
-        columns = {name: column[rows].tolist() for name, column in self._columns.items()}
-        rounds = {str(step): prompts for step, prompts in sorted(self._first_rounds.items())}
-        return {"prompts": [self._keys[row] for row in rows], **columns, "first_rounds": rounds}
+        state: dict[str, Any] = {
+            "prompts": [self._keys[row] for row in rows],
+            "first_rounds": {},
+        }
+        for name, column in self._columns.items():
+            state[name] = column[rows].tolist()
+        for step, prompts in sorted(self._first_rounds.items()):
+            state["first_rounds"][str(step)] = prompts
+        return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads `state()`, also of another staleness."""
-        self._first_rounds = {int(step): list(prompts) for step, prompts in state["first_rounds"].items()}
-        rows = [self._rows[key] for key in state["prompts"]]
+        self._first_rounds = {}
+        for step, prompts in state["first_rounds"].items():
+            self._first_rounds[int(step)] = list(prompts)
         for name, column in self._columns.items():
-            for row, values in zip(rows, state[name], strict=True):
-                newest = values[-column.shape[1] :]
-                column[row, column.shape[1] - len(newest) :] = newest
+            width = column.shape[1]
+            for key, values in zip(state["prompts"], state[name], strict=True):
+                row = self._rows[key]
+                newest = values[-width:]
+                column[row, width - len(newest) :] = newest
 
     def _history(self, step: int) -> History:
         """Returns what is known of all prompts when a step is sampled."""

@@ -100,6 +100,8 @@ def build_experience(
             prompt_ids=chunk.prompt_ids,
             response_ids=chunk.response_ids,
             loss_mask=chunk.loss_mask,
+            kept_counts=chunk.kept_counts,
+            kept_ids=chunk.kept_ids,
             **{name: column[index] for name, column in parts.items()},
         )
     return experience, ExperienceReport(metrics=metrics, value_norm=moments and asdict(moments))
@@ -152,6 +154,8 @@ def experience_metrics(
         metrics |= value_metrics(advantages.returns, values, mask, reduce=reduce)
     if corrected is not None:
         metrics |= correction_metrics(corrected, batch.old, batch.rollout, batch.mask, reduce=reduce)
+    if batch.kept is not None:
+        metrics |= kept_metrics(batch.kept, batch.mask, reduce)
     metrics |= spread("rewards", advantages.rewards.sum(-1), scored, reduce, largest)
     metrics |= spread("advantages", advantages.unnormalized, mask, reduce, largest)
     for name, value in spread("staleness", batch.ages, batch.mask, reduce, largest).items():
@@ -160,6 +164,13 @@ def experience_metrics(
     if context.max_staleness:
         metrics |= age_metrics(batch, context, reduce)
     return metrics
+
+
+def kept_metrics(kept: Tensor, mask: Tensor, reduce: Reduce) -> dict[str, float]:
+    """Returns the mean number of ids from which a token was sampled, and the fraction of tokens with too many."""
+    known = mask & (kept > 0)
+    tokens, counted, ids = reduced_sums(reduce, mask.sum(), known.sum(), kept[known].sum())
+    return {"rollout/kept_ids": ids / max(counted, 1), "rollout/kept_exceeded": 1 - counted / max(tokens, 1)}
 
 
 def age_metrics(batch: PaddedBatch, context: StepContext, reduce: Reduce) -> dict[str, float]:
@@ -228,9 +239,13 @@ def trust_region_mask(batch: PaddedBatch, correction: Correction, reduce: Reduce
 
 def actor_mask(batch: PaddedBatch, trust_region: Tensor | None, reduce: Reduce) -> Tensor | None:
     """[B, R] bool: the tokens that the actor learns from; None for all tokens of all ranks."""
-    if not _any(~batch.actor_rows, reduce) and trust_region is None:
+    learned = batch.mask
+    if batch.kept is not None:
+        learned = learned & (batch.kept > 0)
+    excluded = (~batch.actor_rows).sum() + (learned != batch.mask).sum()
+    if not _any(excluded, reduce) and trust_region is None:
         return None
-    mask = keep_finished(batch.mask, batch.actor_rows)
+    mask = keep_finished(learned, batch.actor_rows)
     if trust_region is not None:
         mask = mask & trust_region
     return mask

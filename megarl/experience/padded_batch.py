@@ -19,7 +19,7 @@ from torch import Tensor
 from megarl.algos.normalization import Groups
 from megarl.data.packing import Chunks
 from megarl.experience.records import SampleScores, StepContext
-from megarl.types import Ragged, RolloutChunk, conversation_of
+from megarl.types import AnyArray, Int64Array, Ragged, RolloutChunk, conversation_of
 
 
 def response_mask(lengths: Sequence[int] | Tensor) -> Tensor:
@@ -95,6 +95,8 @@ class PaddedBatch:
         dense: raw scores by the reward model before and after each token, [B, R] each.
         turn_rewards: reward of each turn at its last token, [B, R]; None where the score has them.
         ages: versions between the weights that sampled a token and the actor's, [B, R] int64.
+        kept: number of ids from which a token was sampled, 0 for too many, [B, R] int64; None where
+            they are not recorded.
     """
 
     mask: Tensor
@@ -112,6 +114,7 @@ class PaddedBatch:
     dense: tuple[Tensor, Tensor] | None
     turn_rewards: Tensor | None
     ages: Tensor
+    kept: Tensor | None
 
     @property
     def scored_mask(self) -> Tensor:
@@ -151,6 +154,10 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: Ste
         before = _padded([half for half, _ in halves], mask)
         dense = (before, _padded([half for _, half in halves], mask))
     versions = [_versions(chunk) for chunk in chunks.values()]
+    kept = None
+    if context.records_kept:
+        counts = [chunk.kept_counts.values for chunk in chunks.values() if chunk.kept_counts is not None]
+        kept = align(_concatenate(counts, np.int64), mask)
     return PaddedBatch(
         mask=mask,
         first=first,
@@ -167,6 +174,7 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: Ste
         dense=dense,
         turn_rewards=_turn_rewards(chunks, mask, context.turn_rewards),
         ages=context.version - align(_concatenate(versions, np.int64), mask),
+        kept=kept,
     )
 
 
@@ -210,17 +218,17 @@ def _turn_rewards(chunks: Mapping[int, RolloutChunk], mask: Tensor, factor: floa
     return placed
 
 
-def _versions(chunk: RolloutChunk) -> np.typing.NDArray[np.int64]:
+def _versions(chunk: RolloutChunk) -> Int64Array:
     """[T], the version that sampled each token of a chunk."""
     spans = list(itertools.chain.from_iterable(chunk.versions))
     versions = np.array([span.version for span in spans], dtype=np.int64)
     return np.repeat(versions, [span.stop - span.start for span in spans])
 
 
-def _padded(parts: Sequence[np.typing.NDArray[Any]], mask: Tensor) -> Tensor:
+def _padded(parts: Sequence[AnyArray], mask: Tensor) -> Tensor:
     return align(_concatenate(parts, np.float32), mask)
 
 
-def _concatenate(parts: Sequence[np.typing.NDArray[Any]], dtype: Any) -> Tensor:
+def _concatenate(parts: Sequence[AnyArray], dtype: Any) -> Tensor:
     """Copies the parts, which may be views of read-only memory."""
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype))

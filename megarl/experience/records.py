@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
-from megarl.types import Ragged
+from megarl.types import BoolArray, FloatArray, Int64Array, Ragged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +26,11 @@ class SampleScores:
         actor_mask: samples that the actor learns from if they have a score, [N] bool.
     """
 
-    chunks: npt.NDArray[np.int64]
-    scores: npt.NDArray[np.float32]
-    groups: npt.NDArray[np.int64]
-    sequence_advantages: npt.NDArray[np.float32] | None
-    actor_mask: npt.NDArray[np.bool_]
+    chunks: Int64Array
+    scores: FloatArray
+    groups: Int64Array
+    sequence_advantages: FloatArray | None
+    actor_mask: BoolArray
 
     def only(self, chunks: Iterable[int]) -> SampleScores:
         """Returns the samples of these chunks, in the chunks' order."""
@@ -69,6 +68,7 @@ class StepContext:
         value_norm: moments of the value normalizer; None without one.
         dense: scale of a reward model that scores every token; None where responses have one score.
         turn_rewards: factor of the rewards of turns; None where the score has them.
+        records_kept: whether the rollouts have the ids from which tokens were sampled.
     """
 
     kl_coef: float
@@ -78,6 +78,7 @@ class StepContext:
     value_norm: Mapping[str, float] | None = None
     dense: TokenRewardScale | None = None
     turn_rewards: float | None = None
+    records_kept: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,7 @@ class ExperienceChunk:
         scored_mask: 1 where the critic learns, on the tokens of scored responses, else 0; None
             where all are scored.
         ages: versions between the weights that sampled a token and the actor's.
+        kept_counts, kept_ids: see ``RolloutChunk``.
     """
 
     sample_ids: tuple[str, ...]
@@ -122,8 +124,10 @@ class ExperienceChunk:
     scored_mask: Ragged | None = None
     ages: Ragged | None = None
     loss_mask: Ragged | None = None
+    kept_counts: Ragged | None = None
+    kept_ids: Ragged | None = None
 
 
-_OTHERS = ("sample_ids", "prompt_ids", "response_ids", "loss_mask")
+_OTHERS = ("sample_ids", "prompt_ids", "response_ids", "loss_mask", "kept_counts", "kept_ids")
 TOKEN_COLUMNS = tuple(field.name for field in fields(ExperienceChunk) if field.name not in _OTHERS)
 """The columns of ``ExperienceChunk`` with a number per sampled token."""

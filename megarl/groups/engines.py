@@ -460,6 +460,10 @@ def launch_engines(
     tokenizer = None
     if rollout.stop:
         tokenizer = config.model.tokenizer_directory(model_dir)
-    options = replace(engine_options(config.cluster, vocab, weights, tokenizer), besides_cache=besides_cache)
+    options = replace(
+        engine_options(config.cluster, vocab, weights, tokenizer),
+        besides_cache=besides_cache,
+        kept_max=config.recorded_kept_max,
+    )
     replacements = rollout.max_replacements if weights == "sync" else 0
     return RolloutGroup(session, rollout, model_dir, options, engine=engine, replacements=replacements)

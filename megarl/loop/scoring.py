@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megarl.algos.group_advantages import Samples
@@ -50,10 +49,10 @@ from megarl.megatron.worker_requests import ForwardRequest
 from megarl.rewards.functions import labels
 from megarl.rewards.judge import JUDGE_MODEL
 from megarl.rewards.model_files import read_scale
-from megarl.types import Prompt, Ragged, RoleName, SampleInfo
+from megarl.types import BoolArray, FloatArray, Prompt, Ragged, RoleName, SampleInfo
 
-Values = npt.NDArray[np.float32]
-Flags = npt.NDArray[np.bool_]
+Values = FloatArray
+Flags = BoolArray
 
 REWARD_MODEL = "reward_model"
 ENVIRONMENT = "environment"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megarl.data.packing import PackShape
 from megarl.megatron.staging import Arrays, Places, to_device
+from megarl.types import Int64Array
 
 LENGTH_STEP = 16
 """Sequences whose lengths round up to the same multiple share a rectangle.
@@ -48,7 +49,7 @@ def arrange(shape: PackShape, device: torch.device) -> Arrangement:
     total = int(shape.cu_seqlens[-1])
     steps = -(-lengths[:, 0] // LENGTH_STEP)
     rectangles: list[tuple[int, int]] = []
-    positions: list[np.typing.NDArray[np.int64]] = []
+    positions: list[Int64Array] = []
     for step in np.unique(steps):
         members = steps == step
         columns = np.arange(lengths[members].max())

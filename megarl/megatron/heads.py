@@ -21,14 +21,17 @@ def response_logprobs(
     hidden: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns each response token's log-probability and the entropy of its distribution, [T] float32 nats."""
+    """Returns each response token's log-probability and the entropy of its distribution, [T] float32 nats.
+
+    The distribution is over the ids from which the token was sampled, where they are recorded.
+    """
     weight = model.chunks[-1].output_weight()
     shard = vocab_shard(model.groups.tp, len(weight), model.vocab_size)
     states = response_states(model, batch, hidden)
     return logprobs_and_entropy(
         states,
         weight,
-        batch.on_device["labels"],
+        batch.on_device.get("kept", batch.on_device["labels"]),
         shard,
         temperature=temperature,
         chunk_tokens=logit_chunk(model.fused),

@@ -61,9 +61,11 @@ def logprobs_and_entropy(
     Args:
         hidden: [T, H], equal on all TP ranks.
         weight: [rows, H], this rank's rows of the output layer.
-        labels: [T] int64, ids over the whole vocabulary.
+        labels: [T] int64, ids over the whole vocabulary; or [T, K], each label and the other ids over
+            which its distribution is, and -1 after them.
         chunk_tokens: tokens whose logits exist at a time.
-        fused: whether Triton kernels compute it, in float32; not where the hidden states are float64.
+        fused: whether Triton kernels compute it, in float32; not where the hidden states are float64,
+            nor for [T, K] labels.
     """
     options = (shard, temperature, chunk_tokens, fused and hidden.dtype != torch.float64)
     return _VocabParallelLogprobs.apply(hidden, weight, labels, options)
@@ -83,7 +85,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         log_z = torch.empty_like(logprobs)
         statistics = _statistics
-        if fused:
+        if labels.ndim == 2:
+            statistics = _kept_statistics
+        elif fused:
             statistics = _fused_statistics
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
@@ -98,7 +102,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         shard, temperature, chunk_tokens, fused = ctx.options
         gradient = _gradient
-        if fused:
+        if labels.ndim == 2:
+            gradient = _kept_gradient
+        elif fused:
             gradient = _fused_gradient
 
         def logits_gradient(part: slice) -> Tensor:
@@ -183,6 +189,58 @@ def _fused_gradient(
     if not shard.size:
         return products
     return logit_gradient_(products, labels - shard.start, *columns, temperature)
+
+
+def _kept_statistics(
+    hidden: Tensor, weight: Tensor, kept: Tensor, shard: VocabShard, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same over kept ids, [T, K]: of the products, which are all made, only theirs are read."""
+    logits, here, _ = _kept_logits(hidden, weight, kept, shard, temperature)
+    top = logits.amax(-1)
+    over_shards(top, shard, dist.ReduceOp.MAX)
+    below = (logits - top.unsqueeze(-1)).where(here, 0.0)
+    exp = below.exp() * here
+    target = logits[:, 0].where(here[:, 0], 0.0)
+    sums = torch.stack([exp.sum(-1), (exp * below).sum(-1), target])
+    over_shards(sums, shard)
+    total, weighted, target = sums
+    log_total = total.log()
+    log_z = top + log_total
+    return target - log_z, log_total - weighted / total, log_z
+
+
+def _kept_gradient(
+    hidden: Tensor, weight: Tensor, kept: Tensor, shard: VocabShard, temperature: float, columns: Columns
+) -> Tensor:
+    """The same over kept ids, [T, K]; all others have no gradient."""
+    logits, here, rows = _kept_logits(hidden, weight, kept, shard, temperature)
+    log_z, entropy, logprob_slope, entropy_slope = (x.unsqueeze(-1) for x in columns)
+    log_p = (logits - log_z).where(here, 0.0)
+    slope = -log_p.exp() * (logprob_slope + (log_p + entropy) * entropy_slope)
+    slope[:, :1] += logprob_slope
+    gradient = weight.new_zeros(len(hidden), shard.size)
+    if shard.size:
+        slope = (slope * here).div_(temperature)
+        # Ids of other shards add zeros.
+        gradient.scatter_add_(-1, rows, slope.to(gradient.dtype))
+    return gradient
+
+
+def _kept_logits(
+    hidden: Tensor, weight: Tensor, kept: Tensor, shard: VocabShard, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the logits of kept ids, -inf where another rank has them, where this one does, and their rows or 0.
+
+    All are [T, K].
+    """
+    rows = kept.long() - shard.start
+    here = (kept >= 0) & (rows >= 0) & (rows < shard.size)
+    rows = rows.where(here, 0)
+    logits = hidden.new_zeros(kept.shape, dtype=wide(hidden))
+    if shard.size:
+        products = hidden @ weight[: shard.size].T
+        logits = products.gather(-1, rows).to(logits.dtype).div_(temperature)
+    return logits.masked_fill_(~here, -torch.inf), here, rows
 
 
 def _largest(logits: Tensor, shard: VocabShard) -> Tensor:

@@ -25,7 +25,7 @@ from megarl.megatron.pipeline import LastStage, MicroBatch, Work, micro_batches,
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.models import ModelSpec, model_spec
 from megarl.role_specs import Recompute, RoleSpec
-from megarl.types import HEADS, HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
+from megarl.types import HEADS, FloatArray, HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
 from megarl.weights.hf_files import load_shard, read_config
 from megarl.weights.shard_map import ShardMap
 
@@ -193,9 +193,7 @@ class ModelEngine:
         """Returns the critic's value of the state before each response token, by chunk."""
         return self._per_token(schedule, chunks, partial(response_values, self.model))
 
-    def scores(
-        self, schedule: RankSchedule, chunks: Chunks[TokenChunk]
-    ) -> dict[int, np.typing.NDArray[np.float32]] | None:
+    def scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, FloatArray] | None:
         """Returns the reward model's score of each sample, [N] float32 by chunk."""
         flat = self._infer(schedule, chunks, partial(row_scores, self.model))
         return None if flat is None else scatter_scalars(_rows(schedule), flat)
@@ -222,9 +220,7 @@ class ModelEngine:
         flat = self._infer(schedule, chunks, head)
         return None if flat is None else scatter(_rows(schedule), flat)
 
-    def _infer(
-        self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head
-    ) -> np.typing.NDArray[np.float32] | None:
+    def _infer(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head) -> FloatArray | None:
         results = self._forward(schedule, chunks, head)
         return torch.cat(results).cpu().numpy() if self.reports else None
 

@@ -126,8 +126,10 @@ class MicroBatch:
         """The arrays of the pack on this rank's device: those of ``pack_arrays`` and of ``PackedBatch``."""
         arrays = dict(pack_arrays(self.shape))
         if self.batch is not None:
-            for name in ("tokens", "source_positions", "labels", "last_positions"):
-                arrays[name] = getattr(self.batch, name)
+            for name in ("tokens", "source_positions", "labels", "last_positions", "kept"):
+                array = getattr(self.batch, name)
+                if array is not None:
+                    arrays[name] = array
         return to_device(arrays, torch.cuda.current_device())
 
 

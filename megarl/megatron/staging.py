@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Arrays = Mapping[str, np.typing.NDArray[Any]]
+from megarl.types import AnyArray
+
+Arrays = Mapping[str, AnyArray]
 
 _ALIGNMENT = 16
 

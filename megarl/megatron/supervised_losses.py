@@ -28,7 +28,7 @@ from megarl.megatron.loss_metrics import LossMetrics, collect
 from megarl.megatron.model_engine import Loss, ModelEngine
 from megarl.megatron.pipeline import MicroBatch
 from megarl.megatron.staging import Places, padded_places, to_device
-from megarl.types import RankSchedule, TextChunk
+from megarl.types import FloatArray, RankSchedule, TextChunk
 
 
 def text_loss(engine: ModelEngine, schedule: RankSchedule, *, mix_share: float | None = None) -> Loss:
@@ -164,7 +164,7 @@ class DirectPreferenceLoss:
         rows["logprobs"] = places.spread(flat).view(shape).sum(-1)
         return rows, entropy
 
-    def _column(self, batch: MicroBatch, name: str) -> np.typing.NDArray[np.float32]:
+    def _column(self, batch: MicroBatch, name: str) -> FloatArray:
         values: list[np.float32] = []
         for row in batch.rows:
             column = getattr(self.chunks[row.chunk], name)

@@ -13,7 +13,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,13 +28,13 @@ from megarl.remote import remote
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncStats, connect
 from megarl.role_specs import role_specs, uses_fused_kernels
 from megarl.stacks import tell_waits
-from megarl.types import Ragged, RankSchedule, RoleName, TokenValues
+from megarl.types import FloatArray, Ragged, RankSchedule, RoleName, TokenValues
 from megarl.weights.export import export_plan, export_weights
 
 if TYPE_CHECKING:
     from megarl.megatron.model_engine import ModelEngine
 
-PerSample = dict[int, np.typing.NDArray[np.float32]]
+PerSample = dict[int, FloatArray]
 """[N] float32 by chunk."""
 
 

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +16,7 @@ from megarl.files import format_bytes
 from megarl.garbage_collection import collector_paused
 from megarl.models import model_spec
 from megarl.resharding.spec import engine_holders, trainer_holders
-from megarl.types import Layout
+from megarl.types import AnyArray, Layout
 from megarl.weights.hf_files import read_config
 from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Place, plan
@@ -136,7 +135,7 @@ def _estimate(transfer: TransferPlan, places: Sequence[Place], gigabytes: Mappin
     near = np.where(nodes[sender] == nodes[receiver], 1, 2)
     link = np.where(devices[sender] == devices[receiver], 0, near)
     shape = (len(gigabytes), int(bucket.max()) + 1, len(places))
-    traffic: list[npt.NDArray[Any]] = []  # sent and received, by link, bucket and rank
+    traffic: list[AnyArray] = []  # sent and received, by link, bucket and rank
     for rank in (sender, receiver):
         index = np.ravel_multi_index((link, bucket, rank), shape)
         # Sums in float64, exact below 2**53 bytes.

@@ -52,26 +52,33 @@ def check_memory(config: RunConfig) -> None:
 
 def _without_cache(config: RunConfig, plans: Sequence[DevicePlan]) -> Iterator[Problem]:
     rollout = config.engine_settings
-    without = [plan for plan in plans if plan.engine is not None and plan.engine.cache == 0]
-    engines = [plan.engine for plan in without if plan.engine is not None]
-    if rollout is None or not engines:
+    fullest: DevicePlan | None = None
+    for plan in plans:
+        if plan.engine is None or plan.engine.cache > 0:
+            continue
+        if fullest is None or plan.besides_cache > fullest.besides_cache:
+            fullest = plan
+    if rollout is None or fullest is None:
         return
+    engine = fullest.engine
+    assert engine is not None
     room = capacity(config)
     if rollout.gpu_memory_fraction is None:
-        plan = max(without, key=lambda plan: plan.besides_cache)
-        taken = plan.besides_cache
-        phase = next(found for found in plan.phases() if found.peak == taken)
+        taken = fullest.besides_cache
+        phase = next(found for found in fullest.phases() if found.peak == taken)
         needed = taken + sequence_bytes(model_spec(config.model.hf_config()), rollout)
         rule = f"in {phase.phase}, the cache of one sequence must fit beside {format_bytes(taken)} into "
         rule += f"{FILLED:.0%} of {format_bytes(room.nbytes)} ({room.source})"
-        fix = advice(config, plan, phase, excess=needed - int(FILLED * room.nbytes))
+        excess = needed - int(FILLED * room.nbytes)
+        fix = advice(config, fullest, phase, excess=excess)
         yield Problem("rollout.kv_cache_mib", "null", rule, fix)
     else:
-        taken = engines[0].weights + engines[0].kept + engines[0].work + PROCESS
+        taken = engine.weights + engine.kept + engine.work + PROCESS
         device = room.device_bytes
         rule = f"more than what an engine takes besides its cache, {format_bytes(taken)} of {format_bytes(device)}"
         fix = f"set it above {taken / device:.2f}, or raise rollout.tp"
-        yield Problem("rollout.gpu_memory_fraction", f"{rollout.gpu_memory_fraction:g}", rule, fix)
+        given = f"{rollout.gpu_memory_fraction:g}"
+        yield Problem("rollout.gpu_memory_fraction", given, rule, fix)
 
 
 def advice(config: RunConfig, plan: DevicePlan, phase: PhaseMemory, excess: int) -> str:

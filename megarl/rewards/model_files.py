@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.algos.reward_shaping import ScoreScale
 from megarl.files import read_json
+from megarl.types import FloatArray
 
 SCALE: Final = "reward_normalisation.json"
 STATISTICS: Final = "reward_statistics.json"
@@ -35,7 +35,7 @@ def write_scale(scale: ScoreScale, directory: Path) -> None:
     (directory / SCALE).write_text(json.dumps(asdict(scale)) + "\n")
 
 
-def write_statistics(scores: npt.NDArray[np.float32], directory: Path) -> dict[str, float]:
+def write_statistics(scores: FloatArray, directory: Path) -> dict[str, float]:
     """Writes statistics of raw scores into a model's directory; returns them as ``held_out/*``.
 
     They are the fraction of preferences whose best response scores higher than every other

@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.config.schema import Reward, RewardFunction
 from megarl.rewards.adapters import Failure
 from megarl.rewards.call_queue import FunctionCall, FunctionProcess
 from megarl.rewards.completion import Completion
-from megarl.types import Prompt, RolloutChunk
+from megarl.types import FloatArray, Prompt, RolloutChunk
 
 Decode = Callable[[Sequence[int]], str]
-Scores = dict[str, npt.NDArray[np.float32]]
+Scores = dict[str, FloatArray]
 """By function name, [n] float32; NaN is no score."""
 
 _CACHED = 200_000
@@ -116,9 +115,7 @@ class RuleScorer:
     def close(self) -> None:
         self._process.close()
 
-    def _units(
-        self, name: str, index: int, completions: Sequence[Completion], scores: npt.NDArray[np.float32]
-    ) -> Iterable[_Unit]:
+    def _units(self, name: str, index: int, completions: Sequence[Completion], scores: FloatArray) -> Iterable[_Unit]:
         """Yields the calls of a function; fills in the scores that are in the cache."""
         spec = self._functions[index]
         rows: dict[bytes, list[int]] = {}  # equal completions are scored once

@@ -9,11 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from megarl.data.packing import Chunks, sample_infos
+from megarl.data.packing import Chunks, kept_columns, sample_infos
 from megarl.files import sync, write_errors
-from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
+from megarl.types import (
+    AnyArray,
+    BoolArray,
+    Ragged,
+    RolloutChunk,
+    SampledTurn,
+    SampleInfo,
+    SampleRequest,
+    VersionSpan,
+    WorkItem,
+)
 
 ResponseEnds = tuple[list[int], list[int], list[bool]]
 """Numbers of sampled and given tokens of each response of a chunk, and whether the response is finished."""
@@ -29,6 +38,8 @@ class Response:
     finished: bool
     versions: tuple[VersionSpan, ...]
     loss_mask: Sequence[bool] | None = None
+    kept_counts: Sequence[int] | None = None
+    kept_ids: Sequence[int] | None = None
 
 
 class PendingChunk:
@@ -79,11 +90,12 @@ def pack_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleIn
         finished=np.array([response.finished for response in responses], dtype=np.bool_),
         versions=tuple(response.versions for response in responses),
         loss_mask=_join_masks([response.loss_mask for response in responses], response_ids),
+        **kept_columns(responses),
     )
     return sample_infos(index, chunk, [prompt.prompt_id for prompt in prompts]), chunk
 
 
-def _join_masks(masks: Sequence[Sequence[bool] | npt.NDArray[np.bool_] | None], response_ids: Ragged) -> Ragged | None:
+def _join_masks(masks: Sequence[Sequence[bool] | BoolArray | None], response_ids: Ragged) -> Ragged | None:
     """Returns the loss masks of responses; None where no response has one."""
     if all(mask is None for mask in masks):
         return None
@@ -101,12 +113,21 @@ def version_spans(spans: Iterable[Sequence[int]]) -> tuple[VersionSpan, ...]:
     return tuple(made)
 
 
-_RAGGED = ("prompt_ids", "response_ids", "rollout_logprobs", "loss_mask", "turns", "turn_rewards")
+_RAGGED = (
+    "prompt_ids",
+    "response_ids",
+    "rollout_logprobs",
+    "loss_mask",
+    "turns",
+    "turn_rewards",
+    "kept_counts",
+    "kept_ids",
+)
 
 
 def save_chunks(path: Path, chunks: Sequence[RolloutChunk]) -> None:
     """Writes chunks to an npz file."""
-    columns: dict[str, npt.NDArray[Any]] = {}
+    columns: dict[str, AnyArray] = {}
     for index, chunk in enumerate(chunks):
         for name in _RAGGED:
             ragged: Ragged | None = getattr(chunk, name)
@@ -165,21 +186,22 @@ def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -
 
     columns: dict[str, Any] = {}
     for name in (*_RAGGED, "finished", "rewards"):
-        values: Ragged | npt.NDArray[Any] | None = getattr(first, name)
-        if values is None or name == "loss_mask":
+        values: Ragged | AnyArray | None = getattr(first, name)
+        if values is None or name in ("loss_mask", "kept_counts", "kept_ids"):
             continue
         picked = [getattr(chunk, name)[row] for chunk, row in sources]
         if isinstance(values, Ragged):
             columns[name] = Ragged.from_rows(picked, values.values.dtype)
         else:
             columns[name] = np.array(picked, values.dtype)
-    masks: list[npt.NDArray[np.bool_] | None] = []
+    masks: list[BoolArray | None] = []
     for chunk, row in sources:
         masks.append(None if chunk.loss_mask is None else chunk.loss_mask[row])
     return RolloutChunk(
         sample_ids=tuple(chunk.sample_ids[row] for chunk, row in sources),
         versions=tuple(chunk.versions[row] for chunk, row in sources),
         loss_mask=_join_masks(masks, columns["response_ids"]),
+        **kept_columns(SampledTurn.of(chunk, row) for chunk, row in sources),
         **columns,
     )
 
@@ -219,8 +241,16 @@ def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutCh
     for spans, end in zip(chunk.versions, ends, strict=True):
         left = [span for span in spans if span.start < end]
         versions.append(tuple(replace(span, stop=min(span.stop, end)) for span in left))
+    kept_counts = chunk.kept_counts
+    kept_ids = chunk.kept_ids
+    if kept_counts is not None and kept_ids is not None:
+        kept_counts = _cut(kept_counts, ends)
+        sums = np.concatenate([[0], np.cumsum(kept_counts.values)])
+        kept_ids = _cut(kept_ids, np.diff(sums[kept_counts.offsets]).tolist())
     return replace(
         chunk,
+        kept_counts=kept_counts,
+        kept_ids=kept_ids,
         response_ids=_cut(chunk.response_ids, stops),
         rollout_logprobs=_cut(chunk.rollout_logprobs, ends),
         loss_mask=loss_mask,

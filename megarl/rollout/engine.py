@@ -29,6 +29,7 @@ from megarl.rollout.completions import (
 )
 from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes
 from megarl.rollout.engine_state import EngineState
+from megarl.rollout.kept_sets import kept_sets, with_sampling_mask
 from megarl.rollout.requests import Requests, Turns, generation_params, scoring_params, stop_token_ids
 from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment, temporary_files_in
 from megarl.types import Pickled, Ragged, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
@@ -36,7 +37,7 @@ from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, RequestOutput
+    from vllm import LLMEngine, RequestOutput, SamplingParams
 
     from megarl.config.schema import Rollout as RolloutConfig
     from megarl.resharding import ConnectRequest, SyncStats
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 _START_MEMORY = 0.01
 """Part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size; its default
 does not allow a trainer on the device."""
+
+_TIES = 64
+"""Tokens that vLLM keeps beyond top-k at most, whose logits are the last one's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class EngineOptions:
             without a configured size fills; None measures them.
         besides_cache: the most bytes that a GPU of an engine holds besides the cache while it has that.
         threads: threads of each process with device cpu.
+        kept_max: most ids, from which a token was sampled, that are recorded; None records none.
     """
 
     vocab_size: int
@@ -69,6 +74,7 @@ class EngineOptions:
     device_memory: int | None = None
     besides_cache: int = 0
     threads: int = 1
+    kept_max: int | None = None
 
 
 class RolloutEngine:
@@ -95,6 +101,9 @@ class RolloutEngine:
         self._rollout = rollout
         self._options = options
         self._engine_id = engine_id
+        self._kept_max = options.kept_max
+        if options.kept_max is not None and rollout.top_k is not None:
+            self._kept_max = min(options.kept_max, rollout.top_k + _TIES)
         self._inflight = rollout.mode == "inflight"
         self._state = EngineState(
             engine_id,
@@ -163,6 +172,8 @@ class RolloutEngine:
             gpu_memory_utilization=_START_MEMORY,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
+            max_logprobs=self._recorded_logprobs,
+            return_sampling_mask=options.kept_max is not None and not cpu,
             generation_config="vllm",
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -257,10 +268,23 @@ class RolloutEngine:
         self._pending.add(pending)
         pending.chunk.add_done_callback(lambda _: self._pending.discard(pending))
         for row, request in enumerate(item.requests):
-            params = generation_params(self._rollout, request, self._stop_token_ids)
+            params = self._params(request)
             done = partial(self._finish, pending, row, version)
             self._running_requests.add(request.prompt.token_ids, params, str(version), done)
         return pending
+
+    @property
+    def _recorded_logprobs(self) -> int:
+        """The number of likeliest tokens whose log-probabilities tell which tokens were kept, and whether too many."""
+        if self._kept_max is None or self._options.device != "cpu":
+            return 0
+        return min(self._kept_max + 1, self._spec.dims.vocab)
+
+    def _params(self, request: SampleRequest) -> SamplingParams:
+        params = generation_params(self._rollout, request, self._stop_token_ids, logprobs=self._recorded_logprobs)
+        if self._kept_max is not None and self._options.device != "cpu":
+            return with_sampling_mask(params, self._spec.dims.vocab)
+        return params
 
     def _finish(self, pending: PendingChunk, row: int, version: int, output: RequestOutput) -> None:
         pending.add(row, self._response(pending.item.requests[row], output, version))
@@ -382,12 +406,15 @@ class RolloutEngine:
         if self._inflight:
             assert completion.weight_versions is not None
             spans = [(span.start, span.end, int(span.version), self._engine_id) for span in completion.weight_versions]
+        values: dict[str, Any] = {"logprobs": _flat(completion.logprobs)}
+        if self._kept_max is not None:
+            values = kept_sets(completion, self._kept_max)
         return Response(
             request=request,
             token_ids=completion.token_ids,
-            logprobs=_flat(completion.logprobs),
             finished=completion.finish_reason == "stop",
             versions=version_spans(spans),
+            **values,
         )
 
     def _call(self, method: str, *args: Any) -> list[Any]:

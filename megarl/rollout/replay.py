@@ -18,6 +18,7 @@ from megarl.types import RolloutChunk, SampleRequest, WorkItem
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
+_OPTIONAL = ("loss_mask", "kept_counts", "kept_ids")
 _EVALUATION = "0"
 """The step in the sample ids of evaluations, which repeat."""
 
@@ -68,8 +69,10 @@ def write_sample(directory: Path, chunk: RolloutChunk, row: int, rollout: Rollou
         "versions": np.array([astuple(span) for span in chunk.versions[row]]),
         "sampling": sampling_settings(rollout),
     }
-    if chunk.loss_mask is not None:
-        columns["loss_mask"] = chunk.loss_mask[row]
+    for name in _OPTIONAL:
+        column = getattr(chunk, name)
+        if column is not None:
+            columns[name] = column[row]
     np.savez(_file(directory, chunk.sample_ids[row]), **columns)
 
 
@@ -86,7 +89,7 @@ def read_response(directory: Path, request: SampleRequest, rollout: Rollout) -> 
         if not np.array_equal(stored.get("sampling", ()), sampling_settings(rollout)):
             raise ValueError(
                 f"rollout.replay: {path} has log-probabilities of another distribution than this run's: "
-                "record and replay with the same rollout.temperature, top_p, top_k and min_new_tokens"
+                "record and replay with the same rollout.temperature, top_p, top_k, min_p and min_new_tokens"
             )
         return Response(
             request=request,
@@ -94,7 +97,7 @@ def read_response(directory: Path, request: SampleRequest, rollout: Rollout) -> 
             logprobs=stored["rollout_logprobs"].tolist(),
             finished=bool(stored["finished"]),
             versions=version_spans(stored["versions"].tolist()),
-            loss_mask=stored["loss_mask"].tolist() if "loss_mask" in stored else None,
+            **{name: stored[name].tolist() for name in _OPTIONAL if name in stored},
         )
 
 

@@ -44,20 +44,25 @@ def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
 
 def sampling_settings(rollout: RolloutConfig) -> list[float]:
     """Returns the settings of the distribution of samples and of their log-probabilities."""
-    return [rollout.temperature, rollout.top_p, rollout.top_k or 0, rollout.min_new_tokens]
+    return [rollout.temperature, rollout.top_p, rollout.top_k or 0, rollout.min_p, rollout.min_new_tokens]
 
 
 _SEED_MASK = 2**63 - 1
 
 
-def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
+def generation_params(
+    rollout: RolloutConfig, request: SampleRequest, stop_token_ids: Sequence[int], *, logprobs: int = 0
+) -> SamplingParams:
     """Returns parameters that sample one response, with the log-probability of each of its tokens.
 
-    The log-probabilities are of the distribution that was sampled from. In stage ppo it is that of
-    the trainers, the softmax of the logits by the temperature over all ids in use: rules refuse
-    top-p, top-k and `min_new_tokens`, after which it is renormalized. A greedy response has
-    log-probabilities at temperature 1. A response includes the stop token that ended it. vLLM uses
-    the lower 63 bits of the seed, as it stores seeds as signed numbers and reads -1 as no seed.
+    The log-probabilities are of the distribution that was sampled from: the softmax of the logits
+    by the temperature, over the ids in use that top-p, top-k, min-p and `min_new_tokens` leave. A
+    greedy response has log-probabilities at temperature 1. A response includes the stop token that
+    ended it. vLLM uses the lower 63 bits of the seed, as it stores seeds as signed numbers and
+    reads -1 as no seed.
+
+    Args:
+        logprobs: number of likeliest tokens that have their log-probabilities too.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -66,6 +71,7 @@ def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token
         temperature=rollout.temperature if request.temperature is None else request.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k or 0,
+        min_p=rollout.min_p,
         seed=request.seed & _SEED_MASK,
         min_tokens=rollout.min_new_tokens,
         max_tokens=request.max_new_tokens or rollout.max_new_tokens,
@@ -74,7 +80,7 @@ def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token
         detokenize=bool(rollout.stop),
         stop_token_ids=list(stop_token_ids),
         ignore_eos=True,  # only stop_token_ids end a response, not the tokenizer's end token
-        logprobs=0,
+        logprobs=logprobs,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

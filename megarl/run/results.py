@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.data.branches import Branches
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Tokenizer
 from megarl.groups.rollouts import Rollouts
 from megarl.run.sinks import Metrics
-from megarl.types import ConversationOutcome, Prompt, Ragged, RolloutChunk, SampleInfo
+from megarl.types import ConversationOutcome, FloatArray, Prompt, Ragged, RolloutChunk, SampleInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +88,11 @@ def no_columns(chunk: int) -> Mapping[str, Ragged]:
 def shown_samples(
     rollouts: Rollouts,
     prompts: Mapping[str, Prompt],
-    scores: npt.NDArray[np.float32],
-    by_reward: Mapping[str, npt.NDArray[np.float32]],
+    scores: FloatArray,
+    by_reward: Mapping[str, FloatArray],
     tokenizer: Tokenizer | None,
     count: int | Literal["all"],
-    advantages: npt.NDArray[np.float32] | None = None,
+    advantages: FloatArray | None = None,
     columns: TokenColumns | None = None,
 ) -> list[ShownSample]:
     """Returns about `count` samples, all those of some prompts, fetching only their chunks.
@@ -233,7 +232,7 @@ PromptScores = Mapping[str, Mapping[str, Sequence[float]]]
 """The scores of responses, unweighted, by held-out prompt and reward; NaN without a score."""
 
 
-def prompt_scores(samples: Sequence[SampleInfo], by_reward: Mapping[str, npt.NDArray[np.float32]]) -> PromptScores:
+def prompt_scores(samples: Sequence[SampleInfo], by_reward: Mapping[str, FloatArray]) -> PromptScores:
     """Returns the scores of each prompt, in the order of the samples; `by_reward` are [N] each."""
     by_prompt: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):

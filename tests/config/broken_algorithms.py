@@ -35,9 +35,15 @@ ALGORITHMS: Cases = {
         ([*GRPO, "algo.advantage=dr_grpo", f"{SAMPLES}=1"], "at least 2 with advantage dr_grpo"),
         ([*GRPO, "algo.advantage=rloo_std", f"{SAMPLES}=2"], "at least 3 with advantage rloo_std"),
     ],
-    rollout_rules.all_tokens_are_sampled: [
-        (["rollout.top_p=0.8"], "1.0 with policy loss ppo"),
-        ([*GRPO, "rollout.top_k=50"], "null with policy loss ppo"),
+    rollout_rules.kept_tokens_are_bounded: [
+        (["rollout.kept_max=64"], "has no effect where nothing is trained on ratios of a part of the tokens"),
+        (["rollout={top_k: 50, kept_max: 40}"], "rollout.top_k", "at most rollout.kept_max = 40"),
+    ],
+    rollout_rules.divergences_are_of_all_tokens: [
+        ([*GRPO, "algo.kl={in: loss, estimator: full, coef: 0.1}", "rollout.top_p=0.9"], "1.0 with algo.kl.estimator"),
+        ([*GRPO, "algo.kl={in: loss, estimator: full, coef: 0.1}", "rollout.min_p=0.1"], "0.0 with algo.kl.estimator"),
+    ],
+    rollout_rules.end_tokens_are_sampled: [
         (["rollout={min_new_tokens: 4, max_new_tokens: 4}"], "rollout.min_new_tokens", "0 with policy loss ppo"),
     ],
     algorithm_rules.references_follow_in_time: [(["algo.kl.reference_sync.every=3"], "below run.steps = 3")],

@@ -193,7 +193,7 @@ def test_valid_combinations_are_accepted(overrides: list[str]) -> None:
     assert debug(*overrides) != debug()
 
 
-@pytest.mark.parametrize("setting", ["top_p=0.8", "top_k=20", "min_new_tokens=4"])
+@pytest.mark.parametrize("setting", ["top_p=0.8", "top_k=20", "min_p=0.1", "min_new_tokens=4"])
 @pytest.mark.parametrize("stage", ["raft", "eval"])
 def test_what_reads_no_log_probabilities_of_the_engines_may_sample_some_tokens(stage: str, setting: str) -> None:
     load(DEBUG.with_stem(stage), [f"rollout.{setting}"])

@@ -18,10 +18,10 @@ from examples.sort_letters.checkpoint import write_checkpoint
 from megarl.config.schema import EnvironmentSettings
 from megarl.conversations import environment_process
 from megarl.conversations.chat_session import ChatSession, TurnLimits
-from megarl.conversations.conversation import Conversation
-from megarl.conversations.environment_process import EnvironmentProcess, TurnRequest
+from megarl.conversations.conversation import Branch, Conversation
+from megarl.conversations.environment_process import EnvironmentProcess, TurnRequest, pack_conversations
 from megarl.environments.environment import Action
-from megarl.rollout.completions import Response, pack_chunk
+from megarl.rollout.completions import Response, pack_chunk, select_rows
 from megarl.types import (
     Pickled,
     Prompt,
@@ -284,3 +284,23 @@ async def test_of_branches_that_a_prompt_begins_with_the_longest_goes_on() -> No
 
 async def test_a_turn_needs_room_for_the_tokens_that_it_has_at_least() -> None:
     assert await session_of(None, min_turn=3).complete([1], max_tokens=2) is None
+
+
+def test_ids_of_which_turns_were_sampled_go_with_their_branch() -> None:
+    """Also where another conversation had no turn."""
+    request = SampleRequest(sample_id="1/p/0", prompt=TASKS[0], seed=5)
+    talked, silent = Conversation(request=request), Conversation(request=request)
+    branch = Branch(prompt=(1, 2))
+    for token, kept in ((7, [7, 8]), (9, [3, 9, 4])):
+        counts = np.array([len(kept)], np.int32)
+        branch.give([5])
+        branch.add(replace(turn_of(token), kept_counts=counts, kept_ids=np.array(kept, np.int32)))
+    talked.branches.append(branch)
+    chunk, _ = pack_conversations([silent, talked], filler=0)
+    assert chunk.kept_counts is not None
+    assert chunk.kept_ids is not None
+    assert [row.tolist() for row in chunk.kept_counts] == [[], [2, 3]]
+    assert [row.tolist() for row in chunk.kept_ids] == [[], [7, 8, 3, 9, 4]]
+    again = SampledTurn.of(select_rows({0: chunk}, [(0, 1)]))
+    assert again.kept_ids is not None
+    assert again.kept_ids.tolist() == [7, 8, 3, 9, 4]

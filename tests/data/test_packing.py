@@ -21,6 +21,8 @@ class Tokens:
     prompt_ids: Ragged
     response_ids: Ragged
     loss_mask: Ragged | None = None
+    kept_counts: Ragged | None = None
+    kept_ids: Ragged | None = None
 
 
 def make_chunks(lengths: list[list[tuple[int, int]]]) -> tuple[dict[int, Tokens], list[PackRow]]:
@@ -61,6 +63,18 @@ def test_a_conversation_by_hand() -> None:
     wrong = PackRow(chunk=4, row=0, prompt_tokens=2, response_tokens=4, given_tokens=3)
     with pytest.raises(AssertionError, match="the loss mask of PackRow"):
         pack([wrong], chunks, 12)
+
+
+def test_the_ids_of_which_tokens_were_sampled_by_hand() -> None:
+    """The token itself comes first; one was sampled of too many."""
+    tokens = Ragged.from_rows([[11], [13]], np.int32), Ragged.from_rows([[21, 22], [23]], np.int32)
+    counts = Ragged.from_rows([[3, 0], [1]], np.int32)
+    chunk = Tokens(*tokens, kept_counts=counts, kept_ids=Ragged.from_rows([[5, 21, 9], [23]], np.int32))
+    rows = [PackRow(chunk=0, row=i, prompt_tokens=1, response_tokens=2 - i) for i in (1, 0)]
+    kept = pack(rows, {0: chunk}, 5).kept
+    assert kept is not None
+    assert kept.tolist() == [[23, -1, -1], [21, 5, 9], [22, -1, -1]]
+    assert pack(rows, {0: Tokens(*tokens)}, 5).kept is None
 
 
 def test_a_pack_without_rows_is_padding() -> None:

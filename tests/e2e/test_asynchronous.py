@@ -169,10 +169,15 @@ def test_an_engine_that_stops_in_flight_is_replaced(tmp_path: Path) -> None:
 )
 def test_responses_in_flight_continue_with_new_weights(tmp_path: Path, engines: list[str]) -> None:
     directory, recorded = tmp_path / "run", tmp_path / "recorded"
-    settings = ["rollout.mode=inflight", "rollout.max_staleness=2", *engines, *LONG]
+    settings = ["rollout.mode=inflight", "rollout.max_staleness=2", "rollout.top_p=0.8", *engines, *LONG]
     finished = run(directory, *settings, f"rollout.record={recorded}", "run.steps=8")
     finished.assert_succeeded()
-    assert max(line["staleness/max"] for line in metrics(directory)) <= 2
+    told = metrics(directory)
+    assert max(line["staleness/max"] for line in told) <= 2
+    gaps = [line["rollout/logprob_gap/age_0"] for line in told if "rollout/logprob_gap/age_0" in line]
+    assert gaps
+    assert max(gaps) < 1e-5, "of the tokens that were kept"
+    assert {line["rollout/kept_exceeded"] for line in told} == {0.0}
     spans = [np.load(file)["versions"] for file in recorded.iterdir()]
     assert len(spans) == 8 * 4
     assert any(len(of_response) > 1 for of_response in spans), "no response saw two versions"

@@ -32,6 +32,18 @@ def run(directory: Path, *overrides: str, before: str = "pass") -> Finished:
     return run_to_end(["train", "configs/debug/grpo.yaml", f"run.dir={directory}", *settings, *overrides], before)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["top_p=0.8", *(pytest.param(other, marks=pytest.mark.matrix) for other in ("top_k=20", "min_p=0.05"))],
+)
+def test_trainers_normalize_over_the_tokens_that_were_kept(tmp_path: Path, setting: str) -> None:
+    run(tmp_path, f"rollout.{setting}", "rollout.kept_max=90").assert_succeeded()
+    for line in lines(tmp_path / "metrics.jsonl"):
+        assert line["rollout/kept_ids"] <= 90
+        assert line["rollout_corr/mult_prob_error"] < 1 + 1e-5, "the mean of exp(abs(d))"
+        assert (line["rollout/kept_exceeded"] > 0) == (setting == "min_p=0.05")
+
+
 def scored_lengths(recorded: Path, step: int) -> tuple[list[int], int]:
     """Of a step's responses that have a score, and how many have none."""
     files = list(recorded.glob(f"{step}%2F*.npz"))

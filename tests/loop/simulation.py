@@ -157,6 +157,7 @@ class Simulation:
                 temperature=1.0,
                 top_p=1.0,
                 top_k=None,
+                min_p=0.0,
                 min_new_tokens=0,
             ),
             algo=SimpleNamespace(

@@ -227,6 +227,7 @@ def test_experience_is_built_with_the_version_before_the_step_and_the_weight_of_
     config = SimpleNamespace(
         algo=Algo.model_validate(algo),
         rollout=SimpleNamespace(max_staleness=2),
+        recorded_kept_max=None,
         role=lambda _: SimpleNamespace(tokens_per_micro_batch=8),
         has_scores=True,
     )

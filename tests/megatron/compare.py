@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,14 @@ def adam_of(settings: Optimizer) -> adam.AdamSettings:
     return adam.AdamSettings(**{name: getattr(settings, name) for name in same})
 
 
+def kept_of(chunk: Any, row: int) -> list[list[int]] | None:
+    """The ids of which each token of a row was sampled; None where they are not recorded."""
+    if chunk.kept_counts is None:
+        return None
+    ends = np.cumsum(chunk.kept_counts[row])[:-1]
+    return [ids.tolist() for ids in np.split(chunk.kept_ids[row], ends)]
+
+
 def samples_of(chunks: list[Any], infos: list[SampleInfo], **fields: Any) -> list[models.Sample]:
     """The rows of chunks, for the oracle.
 
@@ -37,6 +46,7 @@ def samples_of(chunks: list[Any], infos: list[SampleInfo], **fields: Any) -> lis
             response_ids=chunks[info.chunk].response_ids[info.row].tolist(),
             finished=info.finished,
             loss_mask=None if chunks[info.chunk].loss_mask is None else chunks[info.chunk].loss_mask[info.row].tolist(),
+            kept=kept_of(chunks[info.chunk], info.row),
             **{name: of(info) for name, of in fields.items()},
         )
         for info in infos

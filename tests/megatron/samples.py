@@ -67,6 +67,26 @@ def conversations(chunks: Sequence[RolloutChunk], seed: int = 0) -> list[Rollout
     return made
 
 
+def with_kept(chunks: Sequence[RolloutChunk], vocab: int = 100, seed: int = 0) -> list[RolloutChunk]:
+    """The same tokens, each sampled of up to nine ids, or of too many."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for chunk in chunks:
+        counts, ids = [], []
+        for row, sampled in enumerate(chunk.response_ids):
+            if chunk.loss_mask is not None:
+                sampled = sampled[chunk.loss_mask[row]]
+            kept = []
+            for token in sampled:
+                others = np.setdiff1d(rng.choice(vocab, size=rng.integers(9), replace=False), [token])
+                kept.append(rng.permutation([*others, token]) if rng.random() < 0.8 else others[:0])
+            counts.append([len(own) for own in kept])
+            ids.append(np.concatenate([np.zeros(0, np.int32), *kept]))
+        columns = {"kept_counts": Ragged.from_rows(counts, np.int32), "kept_ids": Ragged.from_rows(ids, np.int32)}
+        made.append(replace(chunk, **columns))
+    return made
+
+
 def with_given(infos: Sequence[SampleInfo], chunks: Sequence[RolloutChunk]) -> list[SampleInfo]:
     """The driver's records, with the numbers of given tokens."""
     lengths = [len(chunks[info.chunk].response_ids[info.row]) for info in infos]

@@ -27,7 +27,7 @@ from megarl.megatron.losses import loss_maker
 from megarl.megatron.staging import Places, packed_bytes, padded_places, to_device, unpacked
 from megarl.types import Layout, Ragged
 from tests.megatron.host_waits import Counts, counting
-from tests.megatron.samples import random_chunks
+from tests.megatron.samples import random_chunks, with_kept
 from tests.megatron.tiny import load_role, save_model
 from tests.pool import RankPool
 
@@ -36,6 +36,7 @@ UPDATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"advantage": "grpo", "kl": {"in": "loss", "estimator": "k3", "coef": 0.1}},
         ("rollout_logprobs", "ref_logprobs", "advantages", "scored_mask", "ages"),
     ),
+    "grpo of kept ids": ({"advantage": "grpo"}, ("rollout_logprobs", "advantages", "actor_mask", "ages")),
     "ppo actor": ({"mini_batches": 2}, ("old_logprobs", "advantages", "actor_mask")),
     "ppo critic": ({"mini_batches": 2}, ("old_values", "returns", "scored_mask")),
 }
@@ -56,7 +57,8 @@ def experience_of(chunks: list[Any], names: tuple[str, ...]) -> dict[int, Experi
             if name.endswith("_mask"):
                 rows = [np.full(len(row), number % 3 > 0) for number, row in enumerate(rows)]
             columns[name] = Ragged.from_rows(rows, np.float32)
-        tokens = {name: getattr(chunk, name) for name in ("sample_ids", "prompt_ids", "response_ids")}
+        shared = ("sample_ids", "prompt_ids", "response_ids", "kept_counts", "kept_ids")
+        tokens = {name: getattr(chunk, name) for name in shared}
         made[index] = ExperienceChunk(**tokens, **columns)
     return made
 
@@ -71,6 +73,8 @@ def prepared(rank: int, directory: Path, update: str, fused: bool) -> tuple[Any,
     role = load_role(directory, "critic" if is_critic else "actor", Layout(), rank, dtype=torch.bfloat16, **options)
     role.start_training(Optimizer(lr=1e-3), total_steps=2)
     chunks, infos = random_chunks()
+    if "kept" in update:
+        chunks = with_kept(chunks)
     experience = experience_of(chunks, names)
     spec: Any = ValueSpec(algo=algo) if is_critic else PolicySpec(algo=algo, temperature=0.9, max_staleness=1)
     make_loss = loss_maker(spec, role, experience, kl_coef=0.1)
@@ -200,7 +204,7 @@ BOUNDS = {
 }
 """Of a layer of 32 hidden elements in a micro-batch, with fused kernels or without: kernels besides products, and the
 bytes that they read or write for a token, gradients of weights apart."""
-OUTSIDE = {"grpo": (310, 70), "ppo actor": (158, 54), "ppo critic": (108, 40)}
+OUTSIDE = {"grpo": (310, 70), "grpo of kept ids": (310, 82), "ppo actor": (158, 54), "ppo critic": (108, 40)}
 """Kernels of a micro-batch outside the layers, forward and backward, where kernels are fused."""
 
 

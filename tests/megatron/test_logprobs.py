@@ -85,6 +85,54 @@ def test_logprobs_equal_softmax_over_the_whole_vocabulary(
     assert not weight_grad[VOCAB:].any(), "padding rows must not get a gradient"
 
 
+def _kept_case() -> torch.Tensor:
+    """[TOKENS, 7] ids: the labels, then others and -1 at random places; for one token its label alone."""
+    labels = _case()[2]
+    generator = torch.Generator().manual_seed(6)
+    kept = torch.stack([torch.randperm(VOCAB, generator=generator)[:7] for _ in labels])
+    kept[torch.rand(kept.shape, generator=generator) < 0.3] = -1
+    kept[kept == labels[:, None]] = -1
+    kept[3, :] = -1
+    kept[:, 0] = labels
+    return kept.int()
+
+
+def _sharded_kept(rank: int, rows: int, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+    hidden, weight, _, *slopes = _case()
+    local, shard = _cut(weight, rows)
+    hidden.requires_grad_()
+    local.requires_grad_()
+    results = logprobs_and_entropy(hidden, local, _kept_case(), shard, temperature=0.7, chunk_tokens=chunk_tokens)
+    torch.autograd.backward(results, slopes)
+    return results[0].detach(), results[1].detach(), hidden.grad, local.grad
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world_size", "rows"), [(1, 64), (2, 19), (4, 16)])
+def test_logprobs_of_kept_ids_equal_a_softmax_over_them(pool: RankPool, world_size: int, rows: int) -> None:
+    hidden, weight, labels, *slopes = _case()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    expected: list[torch.Tensor] = []
+    for logits, label, ids in zip(hidden @ weight.T / 0.7, labels, _kept_case().long(), strict=True):
+        own = ids[ids >= 0]
+        distribution = torch.distributions.Categorical(logits=logits[own])
+        logprob = distribution.logits[own == label].squeeze()
+        expected.append(torch.stack([logprob, distribution.entropy()]))
+    logprobs, entropy = torch.stack(expected).T
+    torch.autograd.backward([logprobs, entropy], slopes)
+
+    results = pool.run(_sharded_kept, rows, 4, world_size=world_size)
+    weight_grad = torch.cat([result[3] for result in results])
+    for found in results:
+        torch.testing.assert_close(found[0], logprobs.detach(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(found[1], entropy.detach(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(found[2], hidden.grad, rtol=1e-5, atol=2e-6)
+        assert found[0][3] == found[1][3] == 0, "its label is all it could be"
+    torch.testing.assert_close(weight_grad[:VOCAB], weight.grad, rtol=1e-5, atol=2e-6)
+    assert not weight_grad[VOCAB:].any()
+
+
 def _divergence_case() -> list[torch.Tensor]:
     """Hidden states and output layer of the policy, those of the reference, and the gradient of the divergence."""
     generator = torch.Generator().manual_seed(4)

@@ -28,7 +28,7 @@ from tests.e2e.recipe_cases import CASES as RECIPES
 from tests.e2e.recipe_cases import IN_MATRIX
 from tests.e2e.runs import ROOT
 from tests.megatron.compare import adam_of, check, everywhere, reductions_over, samples_of, state_of, trained
-from tests.megatron.samples import conversations, random_chunks, with_given
+from tests.megatron.samples import conversations, random_chunks, with_given, with_kept
 from tests.megatron.test_parity import case_id
 from tests.megatron.tiny import load_role, random_head, save_model
 from tests.oracle import advantages, aggregation, comparisons, kl, models, normalisation, policy, ppo, scores, values
@@ -135,7 +135,8 @@ def _iteration(
         return inference_schedule(infos, role.layout, budget).ranks[role.coords.dp]
 
     columns = _columns(rollouts, roles, passes, facts)
-    terms = StepContext(kl_coef=algo.kl.coef, version=0, groups=3)
+    records_kept = rollouts[0].kept_counts is not None
+    terms = StepContext(kl_coef=algo.kl.coef, version=0, groups=3, records_kept=records_kept)
     reductions = reductions_over(actor.model.groups.dp)
     built, _ = build_experience(passes(actor).chunks, rollouts, columns, algo, None, terms, *reductions)
     experience = everywhere(built if actor.reports else None)
@@ -243,18 +244,26 @@ TALKS = [
     ("talks", Layout(tp=2, pp=2), replace(SP2, dp=2), Layout(dp=4), 60),
     ("talks without critic", Layout(tp=2, dp=2), None, Layout(pp=2, dp=2), 60),
 ]
+KEPT = [
+    ("kept", Layout(tp=4), Layout(pp=4), Layout(tp=4, sequence_parallel=True), 40),
+    ("kept without critic", replace(SP2, pp=2, vpp=2), None, Layout(tp=4), 40),
+    ("talks kept", Layout(tp=2, dp=2), replace(SP2, dp=2), Layout(dp=4), 60),
+]
+"""Of some of the ids each token was sampled."""
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory, compared: tuple[Path, Path]) -> Callable[[str], Any]:
-    """By kind: the algorithm, policy and reference, the naive iteration, and the rollouts, if they are conversations.
+    """By kind: the algorithm, policy and reference, the naive iteration, and the rollouts, if they are not random.
 
     The layers of the tied gpt2 are five, which no number of stages divides.
     """
 
     @cache
     def case(kind: str) -> tuple[Algo, Path, Path, Any, list[RolloutChunk] | None]:
-        talks = conversations(random_chunks()[0]) if kind.startswith("talks") else None
+        rollouts = conversations(random_chunks()[0]) if kind.startswith("talks") else None
+        if "kept" in kind:
+            rollouts = with_kept(rollouts or random_chunks()[0])
         algo, naive = (GRPO, NAIVE_GRPO) if kind.endswith("without critic") else (PPO, NAIVE_PPO)
         if kind in ("qwen2", "gpt2"):
             fields = {"n_layer": 5} if kind == "gpt2" else {}
@@ -263,7 +272,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory, compared: tuple[Path, Path])
             )
         else:
             directory, other = compared
-        return algo, directory, other, _oracle(directory, other, naive, talks), talks
+        return algo, directory, other, _oracle(directory, other, naive, rollouts), rollouts
 
     return case
 
@@ -276,6 +285,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory, compared: tuple[Path, Path])
         *(("gpt2", *CASES[index]) for index in (0, 2, 3, 8)),
         *(("without critic", *layouts) for layouts in COMPARED),
         *TALKS,
+        *KEPT,
     ],
     ids=case_id,
 )
@@ -289,10 +299,10 @@ def test_iteration_equals_the_naive_one(
     budget: int,
 ) -> None:
     """In conversations, each sampled token has the loss and the gradient of a model that reads the concatenated ids."""
-    algo, directory, other, oracle, talks = cases(kind)
+    algo, directory, other, oracle, rollouts = cases(kind)
     layouts = {"actor": actor, "critic": critic, "reference": reference}
     present = {name: layout for name, layout in layouts.items() if layout is not None}
-    args = (directory, other, present, budget, algo, _facts(algo), (ACTOR, CRITIC), talks)
+    args = (directory, other, present, budget, algo, _facts(algo), (ACTOR, CRITIC), rollouts)
     _check(list(zip(*pool.run(_iteration, *args, world_size=actor.world_size), strict=True)), oracle, directory)
     if kind == "without critic":
         assert oracle.actor_steps[0].metrics["kl"] > 0.01, "the penalty does not count"

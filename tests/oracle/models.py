@@ -1,6 +1,7 @@
 """Models and samples of the naive programs: Hugging Face models, one sequence at a time.
 
-- Log-probabilities and entropy are of softmax(logits / temperature) over the whole vocabulary.
+- Log-probabilities and entropy are of softmax(logits / temperature) over the whole vocabulary, or over the ids of which
+  the token was sampled, if they are known.
 - The log-probability and the value of a response token are computed at the position before it.
 
 Hugging Face computes norms and rotary angles in float32 whatever the dtype; the rest of a float64 model is float64.
@@ -29,6 +30,8 @@ class Sample:
         versions: of the policy that sampled each response token.
         loss_mask: of each response id, whether the model sampled it; None where it sampled all. In a conversation the
             others were given; nothing but attention sees them.
+        kept: the ids of which each response token was sampled; none where they are too many, and the token is not
+            learned from. None where it was sampled of all.
     """
 
     sample_id: str
@@ -42,6 +45,7 @@ class Sample:
     rollout_logprobs: Sequence[float] = ()
     versions: Sequence[int] = ()
     loss_mask: Sequence[bool] | None = None
+    kept: Sequence[Sequence[int]] | None = None
 
     @property
     def sampled(self) -> list[int]:
@@ -85,9 +89,17 @@ def token_logits(actor: nn.Module, sample: Sample) -> Tensor:
 
 def token_statistics(actor: nn.Module, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
     """[R] nats: log-probability of each response token, and entropy of the distribution that it was drawn from."""
-    logprobs = torch.log_softmax(token_logits(actor, sample) / temperature, dim=-1)
-    chosen = torch.stack([row[sample.response_ids[t]] for row, t in zip(logprobs, sample.sampled, strict=True)])
-    return chosen, -(logprobs.exp() * logprobs).sum(-1)
+    logits = token_logits(actor, sample) / temperature
+    chosen, entropies = [], []
+    for i, t in enumerate(sample.sampled):
+        token = sample.response_ids[t]
+        ids = list(range(logits.shape[-1]))
+        if sample.kept is not None:
+            ids = list(sample.kept[i]) or [token]
+        logprobs = torch.log_softmax(logits[i][ids], dim=-1)
+        chosen.append(logprobs[ids.index(token)])
+        entropies.append(-(logprobs.exp() * logprobs).sum())
+    return torch.stack(chosen), torch.stack(entropies)
 
 
 def token_values(critic: Any, sample: Sample) -> Tensor:

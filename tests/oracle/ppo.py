@@ -310,7 +310,10 @@ def policy_terms(
             estimate = settings.kl_of_distributions(*logits, settings.temperature)
         loss = loss + settings.kl_coef * estimate
         penalty["kl"] = estimate.detach()
-    return experience.learnt * loss, {
+    learnt = [experience.learnt] * len(sample.sampled)
+    if sample.kept is not None:
+        learnt = [one if ids else 0.0 for one, ids in zip(learnt, sample.kept, strict=True)]
+    return new.new_tensor(learnt) * loss, {
         **penalty,
         "ratio": torch.exp(new - old).detach(),
         "clipfrac": clipped,

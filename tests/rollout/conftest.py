@@ -62,6 +62,7 @@ def start(
     weights: Literal["sync", "files"] = "sync",
     device: str = "cpu",
     tokenizer: Path | None = None,
+    kept_max: int | None = None,
     **changes: Any,
 ) -> None:
     """Starts an engine; the changes are of its rollout settings."""
@@ -73,6 +74,7 @@ def start(
             device=device,
             tokenizer=None if tokenizer is None else str(tokenizer),
             weights=weights,
+            kept_max=kept_max,
         ),
         engine_id=3,
     )

@@ -75,13 +75,16 @@ def hf_greedy(model_dir: Path, prompt: Sequence[int], new_tokens: int) -> list[i
     return whole[0, len(prompt) :].tolist()
 
 
-def truncated_logprobs(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """[USED_VOCAB] log-probabilities of what temperature, then top-k, then top-p leave of one position's logits.
+def truncated_logprobs(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> torch.Tensor:
+    """[USED_VOCAB] log-probabilities of what temperature, min-p, top-k and then top-p leave of one position's logits.
 
     Top-p keeps the fewest likeliest ids that together reach the probability.
     """
     scaled = (logits[:USED_VOCAB].double() / temperature).tolist()
     ranked = sorted(range(len(scaled)), key=lambda i: -scaled[i])[:top_k]
+    ranked = [i for i in ranked if np.exp(scaled[i] - scaled[ranked[0]]) >= min_p]
     weights = [float(np.exp(scaled[i] - scaled[ranked[0]])) for i in ranked]
     kept: list[int] = []
     reached = 0.0

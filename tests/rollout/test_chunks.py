@@ -145,3 +145,30 @@ def test_given_tokens_end_no_response() -> None:
 def test_an_empty_list_of_chunks_round_trips(tmp_path: Path) -> None:
     save_chunks(tmp_path / "none.npz", [])
     assert load_chunks(tmp_path / "none.npz") == []
+
+
+def kept(chunk: RolloutChunk) -> list[tuple[list[int], list[int]]]:
+    """The counts and the ids of each row."""
+    assert chunk.kept_counts is not None
+    assert chunk.kept_ids is not None
+    pairs = zip(chunk.kept_counts, chunk.kept_ids, strict=True)
+    return [(counts.tolist(), ids.tolist()) for counts, ids in pairs]
+
+
+def test_ids_of_which_tokens_were_sampled_go_with_them(tmp_path: Path) -> None:
+    """One row has no token, as a conversation without a turn."""
+    long = replace(response("a", (1,), [13, 5, 13], finished=False), kept_counts=[2, 0, 1], kept_ids=[13, 4, 13])
+    short = replace(response("b", (1,), [7], finished=True), kept_counts=[3], kept_ids=[6, 7, 8])
+    empty = response("c", (1,), [], finished=False)
+    _, chunk = pack_chunk(0, [long, empty, short])
+    rows = [([2, 0, 1], [13, 4, 13]), ([], []), ([3], [6, 7, 8])]
+    assert kept(chunk) == rows
+    save_chunks(tmp_path / "chunks.npz", [chunk])
+    assert kept(load_chunks(tmp_path / "chunks.npz")[0]) == rows
+    assert kept(select_rows({0: pack_chunk(0, [empty])[1], 1: chunk}, [(0, 0), (1, 2), (1, 0)])) == [
+        rows[1],
+        rows[2],
+        rows[0],
+    ]
+    assert kept(truncate_responses(chunk, 5, 0)) == [([2, 0], [13, 4]), *rows[1:]]
+    assert pack_chunk(0, [empty])[1].kept_counts is None

@@ -56,6 +56,14 @@ def test_a_recorded_conversation_keeps_its_mask(tmp_path: Path) -> None:
     assert read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT).loss_mask is None
 
 
+def test_recorded_ids_of_which_tokens_were_sampled_are_replayed(tmp_path: Path) -> None:
+    counts = Ragged.from_rows([[1], [2, 0, 1]], np.int32)
+    ids = Ragged.from_rows([[1], [2, 4, 0]], np.int32)
+    write_sample(tmp_path, replace(CHUNK, kept_counts=counts, kept_ids=ids), 1, ROLLOUT)
+    response = read_response(tmp_path, request(1, (8,)), ROLLOUT)
+    assert (response.kept_counts, response.kept_ids) == ([2, 0, 1], [2, 4, 0])
+
+
 def test_an_engine_records_only_training_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutEngine, "_response", lambda _engine, _request, output, _version: output)
     engine = object.__new__(RecordingEngine)
@@ -85,7 +93,9 @@ def test_steps_are_replayed_and_evaluations_are_not(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path) == {"1"}
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 3}, {"min_new_tokens": 2}])
+@pytest.mark.parametrize(
+    "change", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"min_new_tokens": 2}]
+)
 def test_log_probabilities_of_another_distribution_are_refused(tmp_path: Path, change: dict[str, float]) -> None:
     write_sample(tmp_path, CHUNK, 0, ROLLOUT.model_copy(update=change))
     with pytest.raises(ValueError, match="log-probabilities of another distribution"):

@@ -134,7 +134,18 @@ def test_vllm_is_asked_for_nothing_else_that_changes_the_distribution(engine: En
     prompt = requests()[0].prompt
     request = SampleRequest(sample_id="a", prompt=prompt, seed=2**64 - 1, temperature=0.01, max_new_tokens=3)
     asked, default = engine.process.apply(in_process.request_parameters, request)
-    held = {"temperature", "top_p", "top_k", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "seed"}
+    held = {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "max_tokens",
+        "seed",
+    }
     form = {
         "logprobs",
         "flat_logprobs",
@@ -149,7 +160,6 @@ def test_vllm_is_asked_for_nothing_else_that_changes_the_distribution(engine: En
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
-        "min_p": 0.0,
         "watermarking": None,
         "structured_outputs": None,
         "logit_bias": None,
@@ -169,7 +179,7 @@ def test_vllm_is_asked_for_nothing_else_that_changes_the_distribution(engine: En
     assert asked.keys() == held | form | derived | neutral.keys() | output
     assert {name: asked[name] for name in neutral} == neutral
     assert {name: asked[name] for name in output} == {name: default[name] for name in output}
-    assert [asked[name] for name in ("temperature", "top_p", "top_k", "min_tokens")] == [0.01, 1.0, 0, 0]
+    assert [asked[name] for name in ("temperature", "top_p", "top_k", "min_p", "min_tokens")] == [0.01, 1.0, 0, 0.0, 0]
     colder, _ = engine.process.apply(in_process.request_parameters, dataclasses.replace(request, temperature=0.005))
     assert colder["temperature"] == 0.01, "the reason for the bound of rollout.temperature"
     assert {field.name for field in dataclasses.fields(SampleRequest)} == {

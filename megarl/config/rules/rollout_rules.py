@@ -37,24 +37,33 @@ def sleeping_frees_devices(groups: Groups, rollout: Rollout) -> Iterator[Broken]
         yield "rollout.sleep", rule, "set it to false"
 
 
-def all_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
-    """Engines compute log-probabilities of the tokens that such a setting leaves, trainers of all tokens.
+def end_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
+    """Trainers do not know where a response may not end. The likelihood of samples is of all tokens."""
+    if rollout.min_new_tokens and not algo.is_likelihood:
+        loss = f"with policy loss {algo.policy_loss.name}"
+        rule = f"0 {loss}: the trainers' log-probabilities, so the ratios, are of end tokens too"
+        yield "rollout.min_new_tokens", rule, "remove it; rollout.ignore_eos gives all responses one length"
 
-    With top_p 0.8 others measured a mean ratio of 0.896, and half of the tokens off
-    by more than 10 %
-    (huggingface/trl, 7269). The likelihood of samples reads no log-probability of the engines.
-    """
-    if algo.is_likelihood:
-        return
-    colder = "a lower rollout.temperature makes unlikely tokens rarer, in the trainers too"
-    instead = {"top_p": colder, "top_k": colder, "min_new_tokens": "rollout.ignore_eos gives all responses one length"}
-    for name, other in instead.items():
-        value = getattr(rollout, name)
-        default = Rollout.model_fields[name].default
-        if value != default:
-            loss = f"with policy loss {algo.policy_loss.name}"
-            rule = f"{shown(default)} {loss}: the trainers' log-probabilities, so the ratios, are of all tokens"
-            yield f"rollout.{name}", rule, f"remove it; {other}"
+
+def kept_tokens_are_bounded(algo: Algo | None, rollout: Rollout) -> Iterator[Broken]:
+    """Trainers normalize over the tokens that such a setting leaves, which do not exceed a bound."""
+    if not rollout.truncates or algo is None or algo.is_likelihood:
+        where = "where nothing is trained on ratios of a part of the tokens"
+        otherwise = "or set rollout.top_p, top_k or min_p in stage ppo"
+        yield from ineffective_settings("rollout", rollout, ("kept_max",), where, otherwise)
+    elif rollout.top_k is not None and rollout.top_k > rollout.kept_max:
+        rule = f"at most rollout.kept_max = {rollout.kept_max}: nothing would be learned from the tokens"
+        yield "rollout.top_k", rule, f"lower it, or raise rollout.kept_max to {rollout.top_k}"
+
+
+def divergences_are_of_all_tokens(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
+    """A divergence of whole distributions is none of what a part of the tokens was sampled from."""
+    if algo.kl.reads_distributions:
+        for name in ("top_p", "top_k", "min_p"):
+            default = Rollout.model_fields[name].default
+            if getattr(rollout, name) != default:
+                rule = f"{shown(default)} with algo.kl.estimator = full, which compares all tokens"
+                yield f"rollout.{name}", rule, "remove it, or set algo.kl.estimator to k3"
 
 
 def stops_can_be_met(model: Model, rollout: Rollout) -> Iterator[Broken]:

@@ -146,9 +146,15 @@ class Rollout(Section):
     temperature: Temperature = 1.0
     """Divides the logits, in the trainers too."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the likeliest tokens that together have this probability; 1 samples from all, as stage ppo does."""
+    """Sample from the likeliest tokens that together have this probability; 1 samples from all."""
     top_k: Count | None = None
-    """Sample from this many likeliest tokens; null samples from all, as stage ppo does."""
+    """Sample from this many likeliest tokens; null samples from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample from the tokens with at least this part of the likeliest one's probability; 0 samples from all."""
+    kept_max: Count = 256
+    """In stage ppo with top_p, top_k or min_p, the most tokens from which one may be sampled to be
+    learned from: engines record them, and the trainers' log-probabilities are normalized over
+    them."""
     min_new_tokens: Natural = 0
     """Least number of tokens of a response: no end token is sampled before. 0 in stage ppo."""
     max_new_tokens: Count
@@ -203,6 +209,11 @@ class Rollout(Section):
     """Directory for each step's rollouts."""
     replay: str | None = None
     """Directory of recorded rollouts, which replace the generation of their steps."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from a part of all."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
 
     @property
     def engines(self) -> int:

@@ -87,6 +87,11 @@ class RunConfig(Section):
     """Where the metrics go."""
 
     @property
+    def recorded_kept_max(self) -> int | None:
+        """The most tokens, from which one was sampled, that engines record; None where nothing reads them."""
+        return None
+
+    @property
     def engine_settings(self) -> Rollout | None:
         """The settings of the run's engines; None without engines."""
         return None

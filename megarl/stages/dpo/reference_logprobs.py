@@ -13,7 +13,7 @@ import numpy.typing as npt
 from megarl.data.encoding import Ids
 from megarl.data.training_texts import TrainingText
 from megarl.files import write_durably
-from megarl.types import TextChunk
+from megarl.types import FloatArray, TextChunk
 
 
 class ReferenceLogprobs:
@@ -51,7 +51,7 @@ class ReferenceLogprobs:
         self._files += 1
         self._logprobs |= added
 
-    def column(self, chunk: TextChunk) -> npt.NDArray[np.float32]:
+    def column(self, chunk: TextChunk) -> FloatArray:
         """Returns the log-probabilities of a chunk's rows, [N]."""
         return np.array([self._logprobs[key] for key in _keys(chunk)], dtype=np.float32)
 

@@ -58,6 +58,12 @@ class PPOConfig(RolloutTrainingConfig):
         return bool(score_weights(self.groups, self.reward, self.environment))
 
     @property
+    def recorded_kept_max(self) -> int | None:
+        if self.rollout.truncates and not self.algo.is_likelihood:
+            return self.rollout.kept_max
+        return None
+
+    @property
     def critic_warmup_steps(self) -> int:
         """First steps of the run, in which the critic alone is trained."""
         return 0 if self.critic is None else self.critic.warmup_steps

@@ -157,6 +157,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             version=step - 1,
             max_staleness=self._config.rollout.max_staleness,
             groups=int(batch.samples.groups.max()) + 1,
+            records_kept=self._config.recorded_kept_max is not None,
             value_norm=self._value_norm,
             turn_rewards=turn_rewards,
             dense=self._parts.scorer.token_scale,
