@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.work import SIZES, Size
+from megarl.megatron.platform import start_platform
 
 _ROPE_BASE = 1e6
 EPS = 1e-6
@@ -107,7 +108,7 @@ def cases(size: Size, dtype: torch.dtype, device: str, tokens: int) -> Iterator[
         inputs=(random(tokens, 1, size.hidden), random(size.hidden)),
     )
     yield Case(kernel="activation", reference=swiglu, fused=swiglu_fused, inputs=(random(tokens, 1, 2 * size.ffn),))
-    width = size.hidden // size.heads
+    width = size.head_dim
     rates = _ROPE_BASE ** (-torch.arange(0, width, 2, device=device) / width)
     angles = torch.arange(tokens, device=device)[:, None] * rates
     rope = rope_utils._apply_rotary_pos_emb_bshd
@@ -169,8 +170,9 @@ def copy_speed(device: str, nbytes: int, repeats: int) -> float:
 def product_speed(size: Size, device: str, *, tokens: int, repeats: int) -> float:
     """The TFLOP/s of the products of a layer and of the output layer, forward."""
     dtype = getattr(torch, size.dtype)
-    width = size.hidden + 2 * size.kv_heads * size.hidden // size.heads
-    shapes = [(size.hidden, width), (size.hidden, size.hidden), (size.hidden, 2 * size.ffn), (size.ffn, size.hidden)]
+    queries = size.heads * size.head_dim
+    projected = queries + 2 * size.kv_heads * size.head_dim
+    shapes = [(size.hidden, projected), (queries, size.hidden), (size.hidden, 2 * size.ffn), (size.ffn, size.hidden)]
     counts = [*(size.layers for _ in shapes), 1]
     operations = seconds = 0.0
     for count, (inner, outer) in zip(counts, [*shapes, (size.hidden, size.vocab)], strict=True):
@@ -204,6 +206,7 @@ def main(arguments: list[str]) -> None:
     if device == "cpu":
         tokens = 64
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    start_platform(device)
     found: dict[str, Any] = {"copy/gb_per_second": copy_speed(device, 1 << 30 if device == "cuda" else 1 << 20, 20)}
     for name in [name for name in SIZES if (name == "tiny") is (device == "cpu")]:
         speed = product_speed(SIZES[name], device, tokens=tokens, repeats=20)

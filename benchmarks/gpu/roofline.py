@@ -2,8 +2,9 @@
 
 Operations take the rate that products of the model's shapes reach, and bytes the speed of a copy on the device. The
 bytes are those of the program with fused kernels: `tests/megatron/test_host_waits.py` holds them to what it counts in
-an update. Attention computes its scores again in the backward pass. What an update takes beyond that is lost: to
-operations one by one, slow kernels and recomputation, or, where no kernel runs, to a device that waits for its host.
+an update whose gradient is not clipped, but for Adam's, whose fused kernel is counted by its definition. Attention
+computes its scores again in the backward pass. What an update takes beyond that is lost: to operations one by one, slow
+kernels and recomputation, or, where no kernel runs, to a device that waits for its host.
 """
 
 from __future__ import annotations

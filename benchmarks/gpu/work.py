@@ -1,4 +1,4 @@
-"""The work that is measured: runs of random Qwen2 shapes on one device, and what their metrics say."""
+"""The work that is measured: runs of random Qwen2 and Qwen3 shapes, and what their metrics say."""
 
 from __future__ import annotations
 

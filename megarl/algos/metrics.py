@@ -30,9 +30,8 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tens
     """How far the trainer's policy is from the one that sampled: over tokens, and over sequences.
 
     d = old - rollout, and a sequence's sum of d, are clamped to +-20 before they are doubled or
-    exponentiated. The gap, mean |d|, is rounding alone with the same weights, and without top-p and
-    top-k, which the engine's numbers contain. Source of the others: verl's and
-    NeMo-RL's rollout metrics.
+    exponentiated. The gap, mean |d|, is rounding alone with the same weights. Source of the others:
+    verl's and NeMo-RL's rollout metrics.
     """
     old = old_logprobs.double()
     rollout = rollout_logprobs.double()

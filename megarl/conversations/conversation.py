@@ -58,8 +58,11 @@ class Branch:
         self.loss_mask += [True] * len(turn.token_ids)
         self.logprobs += turn.logprobs.tolist()
         if turn.kept_counts is not None and turn.kept_ids is not None:
-            self.kept_counts = [*(self.kept_counts or ()), *turn.kept_counts.tolist()]
-            self.kept_ids = [*(self.kept_ids or ()), *turn.kept_ids.tolist()]
+            if self.kept_counts is None or self.kept_ids is None:
+                self.kept_counts = []
+                self.kept_ids = []
+            self.kept_counts += turn.kept_counts.tolist()
+            self.kept_ids += turn.kept_ids.tolist()
         for span in turn.versions:
             self.versions.append(replace(span, start=start + span.start, stop=start + span.stop))
         self.turns.append(len(self.logprobs))

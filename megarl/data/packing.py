@@ -239,13 +239,13 @@ def sample_infos(index: int, chunk: RolloutChunk, prompt_ids: Sequence[str]) -> 
 
 
 class KeptRow(Protocol):
-    """A row of the columns ``kept_counts`` and ``kept_ids`` of ``RolloutChunk``; None where there are none."""
+    """A row of ``kept_counts`` and ``kept_ids`` of ``RolloutChunk``; None where there are none."""
 
     @property
-    def kept_counts(self) -> Sequence[int] | Int32Array | None: ...
+    def kept_counts(self) -> Sequence[int] | AnyArray | None: ...
 
     @property
-    def kept_ids(self) -> Sequence[int] | Int32Array | None: ...
+    def kept_ids(self) -> Sequence[int] | AnyArray | None: ...
 
 
 def kept_columns(rows: Iterable[KeptRow]) -> dict[str, Any]:

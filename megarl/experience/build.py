@@ -167,10 +167,13 @@ def experience_metrics(
 
 
 def kept_metrics(kept: Tensor, mask: Tensor, reduce: Reduce) -> dict[str, float]:
-    """Returns the mean number of ids from which a token was sampled, and the fraction of tokens with too many."""
+    """Returns the mean number of ids from which a token was sampled, and the part with too many."""
     known = mask & (kept > 0)
     tokens, counted, ids = reduced_sums(reduce, mask.sum(), known.sum(), kept[known].sum())
-    return {"rollout/kept_ids": ids / max(counted, 1), "rollout/kept_exceeded": 1 - counted / max(tokens, 1)}
+    return {
+        "rollout/kept_ids": ids / max(counted, 1),
+        "rollout/kept_exceeded": (tokens - counted) / max(tokens, 1),
+    }
 
 
 def age_metrics(batch: PaddedBatch, context: StepContext, reduce: Reduce) -> dict[str, float]:

@@ -60,6 +60,7 @@ class RolloutBuffer:
         self._colocation = colocation
         self._overlaps = self._staleness > 0 and not colocation.shared
         self._rollout = config.rollout
+        self._sampling = sampling_settings(config.rollout, config.recorded_kept_max)
         self._sizes = config.data.prompts_per_step, config.data.samples_per_prompt
         self.version = 0  # of the engines
         self._taken = 0  # version of the actor
@@ -184,7 +185,7 @@ class RolloutBuffer:
             if sampling.done():
                 steps[str(step)] = _save(sampling.result(), directory / f"step-{step}")
         if steps:
-            state |= {"sampled": steps, "sampling": sampling_settings(self._rollout), "format": _FORMAT}
+            state |= {"sampled": steps, "sampling": self._sampling, "format": _FORMAT}
         return state
 
     def load(self, state: Mapping[str, Any], directory: Path) -> None:
@@ -194,7 +195,7 @@ class RolloutBuffer:
         distribution or format, are generated again.
         """
         self._sampler.load(state)
-        if (state.get("sampling"), state.get("format")) != (sampling_settings(self._rollout), _FORMAT):
+        if (state.get("sampling"), state.get("format")) != (self._sampling, _FORMAT):
             return
         for step, saved in state["sampled"].items():
             prompts = [self._sampler.prompt(prompt_id) for prompt_id in saved["prompts"]]

@@ -126,7 +126,8 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         """Returns the result of a step; `timings` include the sync's metrics."""
         rollouts = sampled.rollouts
         if self._config.rollout.replay is None:
-            self._skipped.add(step, updates, partial(write_rollouts, sampled, self._config.rollout))
+            write = partial(write_rollouts, sampled, self._config.rollout, self._config.recorded_kept_max)
+            self._skipped.add(step, updates, write)
         tokens = sum(sample.tokens for sample in rollouts.samples)
         all_metrics = {
             "version": step,

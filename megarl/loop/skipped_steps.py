@@ -84,14 +84,14 @@ class SkippedBatches:
             print(f"the batch of step {step} is not in {self._directory}: {error}", file=sys.stderr, flush=True)
 
 
-def write_rollouts(sampled: Sampled, rollout: Rollout, directory: Path) -> None:
+def write_rollouts(sampled: Sampled, rollout: Rollout, kept_max: int | None, directory: Path) -> None:
     """Writes the rollouts of a step for `rollout.replay`."""
     for rollouts in (sampled.rollouts, sampled.greedy_rollouts):
         if rollouts is None:
             continue
         chunks = rollouts.fetched()
         for sample in rollouts.samples:
-            write_sample(directory, chunks[sample.chunk], sample.row, rollout)
+            write_sample(directory, chunks[sample.chunk], sample.row, rollout, kept_max)
 
 
 def write_rows(step: int, samples: Sequence[SampleInfo], directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.resharding.transfers.cuda import call_runtime
 from megarl.resharding.transfers.shared_memory import HostRecvBuffer, map_host
 
 _SMALL = 1 << 20
@@ -79,7 +81,7 @@ def share(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> HostCopy | Non
     # The owner closes its file when it returns.
     if not all(_gathered(memory is not None, group)):
         if memory is not None and pinned:
-            _call_cuda("cudaHostUnregister", memory.data_ptr())
+            call_runtime("cudaHostUnregister", ctypes.c_void_p(memory.data_ptr()))
         return None
     assert memory is not None
     parts: list[tuple[torch.UntypedStorage, list[Tensor]]] = []
@@ -92,7 +94,7 @@ def _copied(storages: Sequence[torch.UntypedStorage], sizes: Sequence[int]) -> H
     """Returns a buffer with the contents of storages; None if there is no room."""
     try:
         buffer = HostRecvBuffer(sum(sizes))
-    except MemoryError as error:
+    except (MemoryError, OSError) as error:
         _tell_refusal(error)
         return None
     for part, storage in zip(buffer.memory.split(sizes), storages, strict=True):
@@ -105,8 +107,9 @@ def _mapped(buffer: HostRecvBuffer | None, handle: str, pinned: bool) -> Tensor 
     try:
         memory = map_host(handle) if buffer is None else buffer.memory
         if pinned:
-            _call_cuda("cudaHostRegister", memory.data_ptr(), memory.nbytes, 0)
-    except (ValueError, RuntimeError) as error:
+            pointer = ctypes.c_void_p(memory.data_ptr())
+            call_runtime("cudaHostRegister", pointer, ctypes.c_size_t(memory.nbytes), 0)
+    except (ValueError, OSError) as error:
         _tell_refusal(error)
         return None
     return memory
@@ -114,10 +117,6 @@ def _mapped(buffer: HostRecvBuffer | None, handle: str, pinned: bool) -> Tensor 
 
 def _tell_refusal(error: Exception) -> None:
     print(f"Replicas keep a copy each of weights that never change: {error}.", file=sys.stderr)
-
-
-def _call_cuda(name: str, *args: int) -> None:
-    torch.cuda.check_error(getattr(torch.cuda.cudart(), name)(*args))
 
 
 def _place() -> str:

@@ -38,8 +38,8 @@ class Response:
     finished: bool
     versions: tuple[VersionSpan, ...]
     loss_mask: Sequence[bool] | None = None
-    kept_counts: Sequence[int] | None = None
-    kept_ids: Sequence[int] | None = None
+    kept_counts: Sequence[int] | AnyArray | None = None
+    kept_ids: Sequence[int] | AnyArray | None = None
 
 
 class PendingChunk:

@@ -47,9 +47,6 @@ _START_MEMORY = 0.01
 """Part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size; its default
 does not allow a trainer on the device."""
 
-_TIES = 64
-"""Tokens that vLLM keeps beyond top-k at most, whose logits are the last one's."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -102,8 +99,6 @@ class RolloutEngine:
         self._options = options
         self._engine_id = engine_id
         self._kept_max = options.kept_max
-        if options.kept_max is not None and rollout.top_k is not None:
-            self._kept_max = min(options.kept_max, rollout.top_k + _TIES)
         self._inflight = rollout.mode == "inflight"
         self._state = EngineState(
             engine_id,
@@ -173,7 +168,7 @@ class RolloutEngine:
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             max_logprobs=self._recorded_logprobs,
-            return_sampling_mask=options.kept_max is not None and not cpu,
+            return_sampling_mask=self._has_masks,
             generation_config="vllm",
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -276,15 +271,20 @@ class RolloutEngine:
     @property
     def _recorded_logprobs(self) -> int:
         """The number of likeliest tokens whose log-probabilities tell which tokens were kept, and whether too many."""
-        if self._kept_max is None or self._options.device != "cpu":
+        if self._kept_max is None or self._has_masks:
             return 0
         return min(self._kept_max + 1, self._spec.dims.vocab)
 
     def _params(self, request: SampleRequest) -> SamplingParams:
         params = generation_params(self._rollout, request, self._stop_token_ids, logprobs=self._recorded_logprobs)
-        if self._kept_max is not None and self._options.device != "cpu":
+        if self._has_masks:
             return with_sampling_mask(params, self._spec.dims.vocab)
         return params
+
+    @property
+    def _has_masks(self) -> bool:
+        """Whether vLLM returns the ids from which a token was sampled."""
+        return self._kept_max is not None and self._options.device != "cpu"
 
     def _finish(self, pending: PendingChunk, row: int, version: int, output: RequestOutput) -> None:
         pending.add(row, self._response(pending.item.requests[row], output, version))
@@ -338,7 +338,10 @@ class RolloutEngine:
             scored[index] = _flat(output.prompt_logprobs)
 
         for index, ids in enumerate(token_ids):
-            requests.add(ids, scoring_params(), str(version), partial(finish, index))
+            params = scoring_params()
+            if self._has_masks:
+                params = with_sampling_mask(params, self._spec.dims.vocab)
+            requests.add(ids, params, str(version), partial(finish, index))
         while len(scored) < len(token_ids):
             requests.step()
         return Ragged.from_rows((scored[index] for index in range(len(token_ids))), np.float32)

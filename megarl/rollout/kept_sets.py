@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def with_sampling_mask(params: SamplingParams, vocab: int) -> SamplingParams:
-    """Returns parameters that vLLM takes together with ``return_sampling_mask``, for the same distribution.
+    """Returns parameters of the same distribution that vLLM takes with ``return_sampling_mask``.
 
     It wants a temperature and a top-k: the likeliest token is the only one of the top 1, and none
     is beyond the vocabulary's size.
@@ -43,8 +43,8 @@ def kept_sets(completion: CompletionOutput, kept_max: int) -> dict[str, Any]:
     kept = ids[np.repeat(fits, counts)]
     return {
         "logprobs": np.where(fits, logprobs, 0.0).tolist(),
-        "kept_counts": np.where(fits, counts, 0).tolist(),
-        "kept_ids": kept.tolist(),
+        "kept_counts": np.where(fits, counts, 0),
+        "kept_ids": kept,
     }
 
 

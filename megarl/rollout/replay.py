@@ -32,7 +32,7 @@ class RecordingEngine(RolloutEngine):
         if _step(request.sample_id) != _EVALUATION:
             directory = Path(self._rollout.record)
             directory.mkdir(parents=True, exist_ok=True)
-            write_sample(directory, pack_chunk(0, [response])[1], 0, self._rollout)
+            write_sample(directory, pack_chunk(0, [response])[1], 0, self._rollout, self._kept_max)
         return response
 
 
@@ -51,7 +51,7 @@ class ReplayingEngine(RolloutEngine):
         self._state.usable_version()
         pending = PendingChunk(item)
         for row, request in enumerate(item.requests):
-            pending.add(row, read_response(self._directory, request, self._rollout))
+            pending.add(row, read_response(self._directory, request, self._rollout, self._kept_max))
         return pending
 
 
@@ -59,7 +59,7 @@ def recorded_steps(directory: Path) -> set[str]:
     return {_step(unquote(file.stem)) for file in directory.glob("*.npz")} - {_EVALUATION}
 
 
-def write_sample(directory: Path, chunk: RolloutChunk, row: int, rollout: Rollout) -> None:
+def write_sample(directory: Path, chunk: RolloutChunk, row: int, rollout: Rollout, kept_max: int | None = None) -> None:
     """Writes a sample to a file named by its id, so that it can be read with any division into chunks."""
     columns: dict[str, Any] = {
         "prompt_ids": chunk.prompt_ids[row],
@@ -67,7 +67,7 @@ def write_sample(directory: Path, chunk: RolloutChunk, row: int, rollout: Rollou
         "rollout_logprobs": chunk.rollout_logprobs[row],
         "finished": chunk.finished[row],
         "versions": np.array([astuple(span) for span in chunk.versions[row]]),
-        "sampling": sampling_settings(rollout),
+        "sampling": sampling_settings(rollout, kept_max),
     }
     for name in _OPTIONAL:
         column = getattr(chunk, name)
@@ -76,8 +76,12 @@ def write_sample(directory: Path, chunk: RolloutChunk, row: int, rollout: Rollou
     np.savez(_file(directory, chunk.sample_ids[row]), **columns)
 
 
-def read_response(directory: Path, request: SampleRequest, rollout: Rollout) -> Response:
-    """Returns the recorded response to a request; raises ValueError if it is missing, or answers another one."""
+def read_response(directory: Path, request: SampleRequest, rollout: Rollout, kept_max: int | None = None) -> Response:
+    """Returns the recorded response to a request; raises ValueError if it is missing, or answers another one.
+
+    Args:
+        kept_max: most ids, from which a token was sampled, that are recorded; None where none are.
+    """
     path = _file(directory, request.sample_id)
     advice = "record and replay with the same run.seed, data and steps, and with a curriculum the same scores"
     if not path.exists():
@@ -86,10 +90,11 @@ def read_response(directory: Path, request: SampleRequest, rollout: Rollout) -> 
         if tuple(stored["prompt_ids"]) != request.prompt.token_ids:
             other = f"another prompt than {request.prompt.prompt_id!r}"
             raise ValueError(f"rollout.replay: {path} answers {other}: {advice}")
-        if not np.array_equal(stored.get("sampling", ()), sampling_settings(rollout)):
+        if not np.array_equal(stored.get("sampling", ()), sampling_settings(rollout, kept_max)):
             raise ValueError(
-                f"rollout.replay: {path} has log-probabilities of another distribution than this run's: "
-                "record and replay with the same rollout.temperature, top_p, top_k, min_p and min_new_tokens"
+                f"rollout.replay: {path} has log-probabilities of another distribution than this run's: record and "
+                "replay with the same stage, policy loss, rollout.temperature, top_p, top_k, min_p, kept_max and "
+                "min_new_tokens"
             )
         return Response(
             request=request,

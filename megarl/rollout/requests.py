@@ -42,9 +42,10 @@ def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def sampling_settings(rollout: RolloutConfig) -> list[float]:
-    """Returns the settings of the distribution of samples and of their log-probabilities."""
-    return [rollout.temperature, rollout.top_p, rollout.top_k or 0, rollout.min_p, rollout.min_new_tokens]
+def sampling_settings(rollout: RolloutConfig, kept_max: int | None) -> list[float]:
+    """Returns the settings of the distribution of samples, of their log-probabilities, and of recorded ids."""
+    truncation = [rollout.top_p, rollout.top_k or 0, rollout.min_p, kept_max or 0]
+    return [rollout.temperature, *truncation, rollout.min_new_tokens]
 
 
 _SEED_MASK = 2**63 - 1
@@ -57,9 +58,9 @@ def generation_params(
 
     The log-probabilities are of the distribution that was sampled from: the softmax of the logits
     by the temperature, over the ids in use that top-p, top-k, min-p and `min_new_tokens` leave. A
-    greedy response has log-probabilities at temperature 1. A response includes the stop token that
-    ended it. vLLM uses the lower 63 bits of the seed, as it stores seeds as signed numbers and
-    reads -1 as no seed.
+    greedy response has log-probabilities at temperature 1, or 0 where engines record the ids. A
+    response includes the stop token that ended it. vLLM uses the lower 63 bits of the seed, as it
+    stores seeds as signed numbers and reads -1 as no seed.
 
     Args:
         logprobs: number of likeliest tokens that have their log-probabilities too.

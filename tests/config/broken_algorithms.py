@@ -35,9 +35,9 @@ ALGORITHMS: Cases = {
         ([*GRPO, "algo.advantage=dr_grpo", f"{SAMPLES}=1"], "at least 2 with advantage dr_grpo"),
         ([*GRPO, "algo.advantage=rloo_std", f"{SAMPLES}=2"], "at least 3 with advantage rloo_std"),
     ],
-    rollout_rules.kept_tokens_are_bounded: [
+    rollout_rules.kept_tokens_need_a_bound: [
         (["rollout.kept_max=64"], "has no effect where nothing is trained on ratios of a part of the tokens"),
-        (["rollout={top_k: 50, kept_max: 40}"], "rollout.top_k", "at most rollout.kept_max = 40"),
+        (["rollout={top_k: 50, kept_max: 40}"], "rollout.kept_max", "with rollout.top_k, which bounds the tokens"),
     ],
     rollout_rules.divergences_are_of_all_tokens: [
         ([*GRPO, "algo.kl={in: loss, estimator: full, coef: 0.1}", "rollout.top_p=0.9"], "1.0 with algo.kl.estimator"),

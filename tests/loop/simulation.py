@@ -146,6 +146,7 @@ class Simulation:
         config: Any = SimpleNamespace(
             steps=setup.steps,
             run=SimpleNamespace(seed=SEED),
+            recorded_kept_max=None,
             reward=SimpleNamespace(functions=()),
             data=SimpleNamespace(prompts_per_step=PROMPTS_PER_STEP, samples_per_prompt=SAMPLES_PER_PROMPT),
             rollout=SimpleNamespace(

@@ -106,6 +106,7 @@ class Refs(dict[int, Any]):
 def replayed(directory: Path, requests: list[SampleRequest]) -> Any:
     engine: Any = object.__new__(ReplayingEngine)
     engine._directory, engine._steps, engine._rollout = directory, recorded_steps(directory), ROLLOUT
+    engine._kept_max = None
     engine._state = type("State", (), {"usable_version": lambda self: 0})()
     chunks, _ = engine._generate(WorkItem(chunk=0, requests=tuple(requests))).chunk.result()
     return chunks[0]
@@ -115,7 +116,7 @@ def test_the_batches_of_the_last_steps_in_a_row_can_be_replayed(tmp_path: Path) 
     batches = SkippedBatches(config_of(tmp_path))
     for number, update in enumerate((SKIPPED, CLEAN, SKIPPED, SKIPPED, CLEAN), start=1):
         sampled, _, _ = sampled_step(number)
-        batches.add(number, [CLEAN, update], partial(write_rollouts, sampled, ROLLOUT))
+        batches.add(number, [CLEAN, update], partial(write_rollouts, sampled, ROLLOUT, None))
     directory = RunPaths(tmp_path).skipped
     assert recorded_steps(directory) == {"3", "4"}
     _, requests, chunks = sampled_step(4)

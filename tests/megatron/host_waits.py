@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -241,7 +242,7 @@ def counting(on_device: Iterable[Tensor]) -> Iterator[Operations]:
 
     with ExitStack() as patches:
         for module in list(sys.modules.values()):
-            if vars(module).get("to_device") is original:
+            if isinstance(module, ModuleType) and vars(module).get("to_device") is original:
                 patches.enter_context(patch.object(module, "to_device", to_device))
         patches.enter_context(patch("torch.cuda.synchronize", lambda *_: counter.wait("synchronize")))
         patches.enter_context(counter)

@@ -181,9 +181,12 @@ ALLOWED: dict[str, dict[tuple[str, str], int]] = {
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("update", UPDATES)
-def test_the_host_waits_only_once_an_optimizer_step(pool: RankPool, models: dict[int, Path], update: str) -> None:
-    ((counts, micro_batches),) = pool.run(counted, models[2], update, world_size=1)
+def test_the_host_waits_only_once_an_optimizer_step(
+    pool: RankPool, models: dict[int, Path], update: str, fused: bool
+) -> None:
+    ((counts, micro_batches),) = pool.run(counted, models[2], update, fused, world_size=1)
     assert micro_batches > 1
     found = {phase: dict(counts.waits.get(phase, {})) for phase in ALLOWED}
     assert found == ALLOWED

@@ -155,7 +155,7 @@ def test_kernels_of_logits_equal_float64(pool: RankPool, dtype: torch.dtype, off
 
 @pytest.mark.process  # of Triton's assembler
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("aligned", [(), ("width",), ("tokens", "width")], ids=str)
 @pytest.mark.parametrize(
     ("name", "pointers", "scalars"),
     [
@@ -172,7 +172,7 @@ def test_kernels_of_logits_compile_for_gpus_within_their_registers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capability: int,
-    aligned: bool,
+    aligned: tuple[str, ...],
     name: str,
     pointers: dict[str, str],
     scalars: list[str],
@@ -188,9 +188,9 @@ def test_kernels_of_logits_compile_for_gpus_within_their_registers(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     signature = {**pointers, **dict.fromkeys(scalars, "i32"), "scale": "fp32", "BLOCK": "constexpr"}
     attributes: dict[tuple[int], list[list[Any]]] = {}
-    for place, type_ in enumerate(signature.values()):
-        # As Triton specializes a kernel for pointers and widths that 16 divides, which it sees at a call.
-        if type_.startswith("*") or (aligned and type_ == "i32"):
+    for place, (argument, type_) in enumerate(signature.items()):
+        # As Triton specializes a kernel for pointers and numbers that 16 divides, which it sees at a call.
+        if type_.startswith("*") or argument in aligned:
             attributes[place,] = [["tt.divisibility", 16]]
     source = ASTSource(getattr(logit_kernels, name), signature, {"BLOCK": logit_kernels.BLOCK}, attributes)
     target = GPUTarget("cuda", capability, 32)

@@ -46,11 +46,13 @@ def _cut(weight: torch.Tensor, rows: int) -> tuple[torch.Tensor, Any]:
     return local, shard
 
 
-def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int, fused: bool) -> tuple[torch.Tensor, ...]:
+def _sharded(
+    rank: int, rows: int, temperature: float, chunk_tokens: int, fused: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     hidden, weight, labels, grad_logprobs, grad_entropy = _case()
     local, shard = _cut(weight, rows)
-    hidden.requires_grad_()
-    local.requires_grad_()
+    hidden = hidden.to(dtype).requires_grad_()
+    local = local.to(dtype).requires_grad_()
     logprobs, entropy = logprobs_and_entropy(
         hidden, local, labels, shard, temperature=temperature, chunk_tokens=chunk_tokens, fused=fused
     )
@@ -62,26 +64,47 @@ def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int, fused:
 @pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 64), (2, 19), (4, 10), (4, 16)])
 @pytest.mark.parametrize(
-    ("temperature", "chunk_tokens", "fused"), [(1.0, 1024, False), (0.7, 4, False), (0.7, 4, True)]
+    ("temperature", "chunk_tokens", "fused", "dtype"),
+    [
+        (1.0, 1024, False, torch.float32),
+        (0.7, 4, False, torch.float32),
+        (0.7, 4, True, torch.float32),
+        (0.7, 4, True, torch.bfloat16),
+    ],
 )
 def test_logprobs_equal_softmax_over_the_whole_vocabulary(
-    pool: RankPool, world_size: int, rows: int, temperature: float, chunk_tokens: int, fused: bool
+    pool: RankPool,
+    world_size: int,
+    rows: int,
+    temperature: float,
+    chunk_tokens: int,
+    fused: bool,
+    dtype: torch.dtype,
 ) -> None:
+    """In float64 from the same numbers; in bfloat16 products are rounded, and gradients."""
     hidden, weight, labels, grad_logprobs, grad_entropy = _case()
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    log_p = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+    hidden = hidden.to(dtype).double().requires_grad_()
+    weight = weight.to(dtype).double().requires_grad_()
+    logits = hidden @ weight.T / temperature
+    log_p = torch.log_softmax(logits, dim=-1)
     logprobs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     entropy = torch.distributions.Categorical(logits=log_p).entropy()
-    torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
+    torch.autograd.backward([logprobs, entropy], [grad_logprobs.double(), grad_entropy.double()])
+    assert hidden.grad is not None
+    assert weight.grad is not None
 
-    results = pool.run(_sharded, rows, temperature, chunk_tokens, fused, world_size=world_size)
+    results = pool.run(_sharded, rows, temperature, chunk_tokens, fused, dtype, world_size=world_size)
     weight_grad = torch.cat([result[3] for result in results])
+    close = 2e-6
+    gradient_close = 2e-6
+    if dtype == torch.bfloat16:
+        close = 2**-8 * float(logits.abs().max())
+        gradient_close = 2**-6 * float(hidden.grad.abs().max())
     for got_logprobs, got_entropy, hidden_grad, _ in results:
-        torch.testing.assert_close(got_logprobs, logprobs.detach(), rtol=0, atol=2e-6)
-        torch.testing.assert_close(got_entropy, entropy.detach(), rtol=0, atol=2e-6)
-        torch.testing.assert_close(hidden_grad, hidden.grad, rtol=1e-5, atol=2e-6)
-    torch.testing.assert_close(weight_grad[:VOCAB], weight.grad, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(got_logprobs.double(), logprobs.detach(), rtol=0, atol=close)
+        torch.testing.assert_close(got_entropy.double(), entropy.detach(), rtol=0, atol=close)
+        torch.testing.assert_close(hidden_grad.double(), hidden.grad, rtol=1e-5, atol=gradient_close)
+    torch.testing.assert_close(weight_grad[:VOCAB].double(), weight.grad, rtol=1e-5, atol=gradient_close)
     assert not weight_grad[VOCAB:].any(), "padding rows must not get a gradient"
 
 

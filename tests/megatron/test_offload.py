@@ -256,15 +256,15 @@ def _refused_by_cuda(rank: int) -> tuple[bool, list[str]]:
 
     calls: list[str] = []
 
-    def call(name: str, *_: int) -> None:
+    def call(name: str, *_: object) -> None:
         calls.append(name)
         if rank == 1:
-            raise RuntimeError("not permitted")
+            raise ValueError("not permitted")
 
     assert dist.group.WORLD is not None
     with (
         patch.object(torch.UntypedStorage, "is_cuda", True),
-        patch.object(offload, "_call_cuda", call),
+        patch.object(offload, "call_runtime", call),
     ):
         copy = offload.share([torch.ones(3)], dist.group.WORLD)
     return copy is not None, calls

@@ -122,7 +122,7 @@ def test_a_device_without_packed_attention_has_local_layers(monkeypatch: pytest.
         kernels.layer_kind("transformer_engine", DIMS, "bfloat16", device)
 
 
-_START_ON_CUDA = """
+_START = """
 import torch
 
 torch.cuda.is_available = lambda: True
@@ -130,7 +130,7 @@ torch.cuda.set_device = lambda device: None
 torch.cuda.get_device_capability = lambda: (9, 0)
 from megarl.megatron.platform import start_platform
 
-start_platform("cuda")
+start_platform("{kind}")
 import megarl.megatron.model_engine
 from megarl.megatron.platform.kernels import layer_kind
 from megarl.models.param_types import Dims
@@ -147,14 +147,23 @@ except ValueError as error:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("error", ["OSError", "AssertionError", "RuntimeError", "ImportError"])
-def test_megatron_starts_beside_a_broken_transformer_engine(tmp_path: Path, error: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("cuda", "OSError"),
+        ("cuda", "AssertionError"),
+        ("cuda", "RuntimeError"),
+        ("cuda", "ImportError"),
+        ("cpu", "OSError"),
+    ],
+)
+def test_megatron_starts_beside_a_broken_transformer_engine(tmp_path: Path, kind: str, error: str) -> None:
     broken = tmp_path / "transformer_engine"
     (broken / "pytorch").mkdir(parents=True)
     (broken / "__init__.py").write_text("")
     (broken / "pytorch" / "__init__.py").write_text(f"raise {error}('libtransformer_engine.so')")
     done = subprocess.run(
-        [sys.executable, "-c", _START_ON_CUDA],
+        [sys.executable, "-c", _START.format(kind=kind)],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "TORCH_COMPILE_DISABLE": "1"},
         check=False,
         timeout=240,

@@ -76,13 +76,16 @@ def test_vllms_masks_are_read_like_log_probabilities() -> None:
         flat.append_fast(ids, logprobs, iter(range(4)), [None] * 4)
     told = SimpleNamespace(logprobs=flat, sampling_mask=None)
     expected = {"logprobs": [-0.5, 0.0], "kept_counts": [2, 0], "kept_ids": [7, 3]}
-    assert kept_sets(told, 2) == expected
+    assert found_in(told, 2) == expected
     sampled = FlatLogprobs()
     for token, logprob in ((7, -0.5), (2, -1.5)):
         sampled.append_fast([token], [logprob], iter([1]), [None])
     masked = SimpleNamespace(logprobs=sampled, sampling_mask=SamplingMask([[3, 7], [2, 5, 8]]))
-    found = kept_sets(masked, 2)
-    assert found == {**expected, "kept_ids": [3, 7]}
+    assert found_in(masked, 2) == {**expected, "kept_ids": [3, 7]}
+
+
+def found_in(completion: Any, kept_max: int) -> dict[str, list[float]]:
+    return {name: np.asarray(values).tolist() for name, values in kept_sets(completion, kept_max).items()}
 
 
 @pytest.mark.parametrize(

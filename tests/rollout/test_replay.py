@@ -68,6 +68,7 @@ def test_an_engine_records_only_training_rollouts(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(RolloutEngine, "_response", lambda _engine, _request, output, _version: output)
     engine = object.__new__(RecordingEngine)
     engine._rollout = ROLLOUT.model_copy(update={"record": str(tmp_path)})
+    engine._kept_max = None
     prompt = Prompt(prompt_id="p", token_ids=(1,))
     for name in ("0/a/0", "1/a/0", "0/b/0", "1/b/0"):
         asked = SampleRequest(sample_id=name, prompt=prompt, seed=0)
@@ -101,3 +102,12 @@ def test_log_probabilities_of_another_distribution_are_refused(tmp_path: Path, c
     with pytest.raises(ValueError, match="log-probabilities of another distribution"):
         read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT)
     assert read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT.model_copy(update=change))
+
+
+@pytest.mark.parametrize(("recorded", "wanted"), [(None, 256), (256, 8), (256, None)])
+def test_samples_without_the_ids_that_a_run_reads_are_refused(
+    tmp_path: Path, recorded: int | None, wanted: int | None
+) -> None:
+    write_sample(tmp_path, CHUNK, 0, ROLLOUT, recorded)
+    with pytest.raises(ValueError, match=r"log-probabilities of another distribution .* kept_max"):
+        read_response(tmp_path, request(0, (5, 6, 7)), ROLLOUT, wanted)

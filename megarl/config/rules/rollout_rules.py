@@ -45,15 +45,17 @@ def end_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
         yield "rollout.min_new_tokens", rule, "remove it; rollout.ignore_eos gives all responses one length"
 
 
-def kept_tokens_are_bounded(algo: Algo | None, rollout: Rollout) -> Iterator[Broken]:
-    """Trainers normalize over the tokens that such a setting leaves, which do not exceed a bound."""
+def kept_tokens_need_a_bound(algo: Algo | None, rollout: Rollout) -> Iterator[Broken]:
+    """Trainers normalize over the tokens that top-p or min-p leave."""
     if not rollout.truncates or algo is None or algo.is_likelihood:
         where = "where nothing is trained on ratios of a part of the tokens"
-        otherwise = "or set rollout.top_p, top_k or min_p in stage ppo"
-        yield from ineffective_settings("rollout", rollout, ("kept_max",), where, otherwise)
-    elif rollout.top_k is not None and rollout.top_k > rollout.kept_max:
-        rule = f"at most rollout.kept_max = {rollout.kept_max}: nothing would be learned from the tokens"
-        yield "rollout.top_k", rule, f"lower it, or raise rollout.kept_max to {rollout.top_k}"
+        otherwise = "or set rollout.top_p or min_p in stage ppo"
+    elif rollout.top_k is not None:
+        where = "with rollout.top_k, which bounds the tokens itself"
+        otherwise = "or set rollout.top_k to null"
+    else:
+        return
+    yield from ineffective_settings("rollout", rollout, ("kept_max",), where, otherwise)
 
 
 def divergences_are_of_all_tokens(algo: Algo, rollout: Rollout) -> Iterator[Broken]:

@@ -136,6 +136,10 @@ class Group(Section):
 Groups = Annotated[Mapping[GroupName, Group], BeforeValidator(without_removed)]
 
 
+_TIES = 64
+"""Tokens beyond top-k that vLLM keeps on a CPU, as their logits are the last one's, and that are recorded."""
+
+
 class Rollout(Section):
     """Generation with vLLM: one engine for every tp devices."""
 
@@ -151,10 +155,10 @@ class Rollout(Section):
     """Sample from this many likeliest tokens; null samples from all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Sample from the tokens with at least this part of the likeliest one's probability; 0 samples from all."""
-    kept_max: Count = 256
-    """In stage ppo with top_p, top_k or min_p, the most tokens from which one may be sampled to be
-    learned from: engines record them, and the trainers' log-probabilities are normalized over
-    them."""
+    kept_max: Annotated[int, Field(ge=2, le=4096)] = 256
+    """In stage ppo with top_p or min_p, the most tokens from which one may be sampled to be learned
+    from: engines record them, and the trainers' log-probabilities are normalized over them. With
+    top_k that is the bound."""
     min_new_tokens: Natural = 0
     """Least number of tokens of a response: no end token is sampled before. 0 in stage ppo."""
     max_new_tokens: Count
@@ -214,6 +218,11 @@ class Rollout(Section):
     def truncates(self) -> bool:
         """Whether tokens are sampled from a part of all."""
         return self.top_p < 1 or self.top_k is not None or self.min_p > 0
+
+    @property
+    def most_kept(self) -> int:
+        """The most tokens from which one may be sampled to be learned from."""
+        return self.kept_max if self.top_k is None else self.top_k + _TIES
 
     @property
     def engines(self) -> int:

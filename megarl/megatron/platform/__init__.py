@@ -52,6 +52,7 @@ def start_platform(kind: str, *, fused: bool = False) -> torch.device:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # Otherwise Megatron reports the commit of a repository around it (package_info.py, 0.19).
     os.environ["NO_VCS_VERSION"] = "1"
+    transformer_engine_failure()
     # Megatron is imported without torch's compiler, and without wandb, of its inference engine.
     with compiled_at_first_call(), absent("wandb"):
         if kind == "cpu":
@@ -61,7 +62,6 @@ def start_platform(kind: str, *, fused: bool = False) -> torch.device:
             device = torch.device("cpu")
         elif torch.cuda.is_available():
             torch.cuda.set_device(0)
-            transformer_engine_failure()  # before megatron-core imports it
             device = torch.device("cuda", 0)
         else:
             problem = "cluster.device is cuda, but torch sees no CUDA device"

@@ -49,7 +49,7 @@ def _runtime() -> ctypes.CDLL:
     return library
 
 
-def _call(name: str, *args: Any) -> None:
+def call_runtime(name: str, *args: Any) -> None:
     """Calls a function of the runtime; raises ValueError if it fails."""
     code = getattr(_runtime(), name)(*args)
     if code:
@@ -66,14 +66,14 @@ class DeviceMapping:
         self._pointer = ctypes.c_void_p()
         with torch.cuda.device(device):
             shared = _Handle.from_buffer_copy(bytes.fromhex(text))
-            _call("cudaIpcOpenMemHandle", ctypes.byref(self._pointer), shared, _LAZY_PEER_ACCESS)
+            call_runtime("cudaIpcOpenMemHandle", ctypes.byref(self._pointer), shared, _LAZY_PEER_ACCESS)
         self.memory = _tensor(self._pointer, int(nbytes), device)
 
     def close(self) -> None:
         """Unmaps it after pending work on the device."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
-            _call("cudaIpcCloseMemHandle", self._pointer)
+            call_runtime("cudaIpcCloseMemHandle", self._pointer)
 
 
 def _tensor(pointer: ctypes.c_void_p, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -97,13 +97,13 @@ class DeviceRecvBuffer:
         torch.cuda.empty_cache()  # blocks that torch's allocator keeps are not available here
         with torch.cuda.device(device):
             try:
-                _call("cudaMalloc", ctypes.byref(self._pointer), ctypes.c_size_t(whole))
+                call_runtime("cudaMalloc", ctypes.byref(self._pointer), ctypes.c_size_t(whole))
             except ValueError as error:
                 raise ValueError(f"no {nbytes} bytes for the receive buffer: {error}") from error
             try:
-                _call("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+                call_runtime("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
             except ValueError:
-                _call("cudaFree", self._pointer)
+                call_runtime("cudaFree", self._pointer)
                 raise
         self.memory = _tensor(self._pointer, nbytes, device)
         self.handle = f"{bytes(handle).hex()} {nbytes}"
@@ -112,7 +112,7 @@ class DeviceRecvBuffer:
         """Frees it after pending work on the device; it is not used again."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
-            _call("cudaFree", self._pointer)
+            call_runtime("cudaFree", self._pointer)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -201,7 +201,12 @@ class NcclTransport:
         """Returns those of the smallest GPU, so that all ranks have kernels of the same size."""
         keys = [f"multiprocessors/{member}" for member in self._index]
         store.set(keys[self._index[self._rank]], str(multiprocessors(device)))
-        store.wait(keys, timedelta(seconds=self.timeout_s))
+        deadline = time.monotonic() + self.timeout_s
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                raise PeerError(f"NCCL: not all ranks of the sync have come within {self.timeout_s:g} s")
+            self.look()
+            time.sleep(_POLL_S)
         return min(int(store.get(key)) for key in keys)
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> NcclTransfer:

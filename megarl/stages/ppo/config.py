@@ -60,7 +60,7 @@ class PPOConfig(RolloutTrainingConfig):
     @property
     def recorded_kept_max(self) -> int | None:
         if self.rollout.truncates and not self.algo.is_likelihood:
-            return self.rollout.kept_max
+            return self.rollout.most_kept
         return None
 
     @property
