@@ -28,18 +28,18 @@ SETTINGS: dict[str, list[str]] = {
     "top_k 20": ["rollout.top_k=20"],
     "min_p 0.05": ["rollout.min_p=0.05"],
 }
-CONFIG = "configs/learning/grpo.yaml"
+_CONFIG = "configs/learning/grpo.yaml"
 _SCORE = [
     "groups.train.roles.reward=null",
     "reward={path: null, functions: [{name: examples.sort_letters.task:exact_match}]}",
     "rollout.temperature=1.0",
 ]
-OFF = 0.1
+_OFF = 0.1
 
 
 def run(directory: Path, steps: int, overrides: Sequence[str]) -> list[dict[str, float]]:
     """Returns the metrics of the steps of a run; what its engines sampled is in DIRECTORY/rollouts."""
-    command = [sys.executable, "-m", "megarl", "train", CONFIG, f"run.dir={directory}", f"run.steps={steps}"]
+    command = [sys.executable, "-m", "megarl", "train", _CONFIG, f"run.dir={directory}", f"run.steps={steps}"]
     command += [f"rollout.record={directory}/rollouts", "evaluation=null", *_SCORE, *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = steps[0].get("rollout/kept_ids")
         table[name] = {
             "ratio over all tokens": float(ratios.mean()),
-            "off by more than 10 %": float((abs(ratios - 1) > OFF).mean()),
+            "off by more than 10 %": float((abs(ratios - 1) > _OFF).mean()),
             "mean of exp(abs(d)) in the run": steps[0]["rollout_corr/mult_prob_error"],
             "bytes of a token": 4 if kept is None else 8 + 4 * kept,
             "seconds of rollouts": median(step["time/rollout"] for step in later),

@@ -50,7 +50,7 @@ class Speeds:
 def layer_values(size: Size) -> int:
     """Returns the values that kernels but products and attention read or write for a token in a layer.
 
-    Of several heads of keys, each for several of queries.
+    The model has grouped-query attention with more than one head of keys; in others, queries are not copied.
     """
     queries = size.heads * size.head_dim
     keys = size.kv_heads * size.head_dim

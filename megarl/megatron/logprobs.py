@@ -236,10 +236,11 @@ def _kept_logits(
     rows = kept.long() - shard.start
     here = (kept >= 0) & (rows >= 0) & (rows < shard.size)
     rows = rows.where(here, 0)
-    logits = hidden.new_zeros(kept.shape, dtype=wide(hidden))
     if shard.size:
         products = hidden @ weight[: shard.size].T
-        logits = products.gather(-1, rows).to(logits.dtype).div_(temperature)
+        logits = products.gather(-1, rows).to(wide(hidden)).div_(temperature)
+    else:
+        logits = hidden.new_zeros(kept.shape, dtype=wide(hidden))
     return logits.masked_fill_(~here, -torch.inf), here, rows
 
 

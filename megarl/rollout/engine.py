@@ -98,7 +98,6 @@ class RolloutEngine:
         self._rollout = rollout
         self._options = options
         self._engine_id = engine_id
-        self._kept_max = options.kept_max
         self._inflight = rollout.mode == "inflight"
         self._state = EngineState(
             engine_id,
@@ -271,9 +270,10 @@ class RolloutEngine:
     @property
     def _recorded_logprobs(self) -> int:
         """The number of likeliest tokens whose log-probabilities tell which tokens were kept, and whether too many."""
-        if self._kept_max is None or self._has_masks:
+        kept_max = self._options.kept_max
+        if kept_max is None or self._has_masks:
             return 0
-        return min(self._kept_max + 1, self._spec.dims.vocab)
+        return min(kept_max + 1, self._spec.dims.vocab)
 
     def _params(self, request: SampleRequest) -> SamplingParams:
         params = generation_params(self._rollout, request, self._stop_token_ids, logprobs=self._recorded_logprobs)
@@ -284,7 +284,7 @@ class RolloutEngine:
     @property
     def _has_masks(self) -> bool:
         """Whether vLLM returns the ids from which a token was sampled."""
-        return self._kept_max is not None and self._options.device != "cpu"
+        return self._options.kept_max is not None and self._options.device != "cpu"
 
     def _finish(self, pending: PendingChunk, row: int, version: int, output: RequestOutput) -> None:
         pending.add(row, self._response(pending.item.requests[row], output, version))
@@ -410,8 +410,9 @@ class RolloutEngine:
             assert completion.weight_versions is not None
             spans = [(span.start, span.end, int(span.version), self._engine_id) for span in completion.weight_versions]
         values: dict[str, Any] = {"logprobs": _flat(completion.logprobs)}
-        if self._kept_max is not None:
-            values = kept_sets(completion, self._kept_max)
+        kept_max = self._options.kept_max
+        if kept_max is not None:
+            values = kept_sets(completion, kept_max)
         return Response(
             request=request,
             token_ids=completion.token_ids,

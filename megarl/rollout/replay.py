@@ -32,7 +32,7 @@ class RecordingEngine(RolloutEngine):
         if _step(request.sample_id) != _EVALUATION:
             directory = Path(self._rollout.record)
             directory.mkdir(parents=True, exist_ok=True)
-            write_sample(directory, pack_chunk(0, [response])[1], 0, self._rollout, self._kept_max)
+            write_sample(directory, pack_chunk(0, [response])[1], 0, self._rollout, self._options.kept_max)
         return response
 
 
@@ -51,7 +51,7 @@ class ReplayingEngine(RolloutEngine):
         self._state.usable_version()
         pending = PendingChunk(item)
         for row, request in enumerate(item.requests):
-            pending.add(row, read_response(self._directory, request, self._rollout, self._kept_max))
+            pending.add(row, read_response(self._directory, request, self._rollout, self._options.kept_max))
         return pending
 
 

@@ -19,6 +19,7 @@ from megarl.loop.sampler import Sampled
 from megarl.loop.skipped_steps import SkippedBatches, SkippedSteps, write_rollouts, write_rows
 from megarl.loop.train import UnscoredSteps
 from megarl.rollout.completions import Response, pack_chunk
+from megarl.rollout.engine import EngineOptions
 from megarl.rollout.replay import ReplayingEngine, recorded_steps
 from megarl.run.paths import RunPaths
 from megarl.run.results import StepResult
@@ -106,7 +107,7 @@ class Refs(dict[int, Any]):
 def replayed(directory: Path, requests: list[SampleRequest]) -> Any:
     engine: Any = object.__new__(ReplayingEngine)
     engine._directory, engine._steps, engine._rollout = directory, recorded_steps(directory), ROLLOUT
-    engine._kept_max = None
+    engine._options = EngineOptions(vocab_size=8, device="cpu")
     engine._state = type("State", (), {"usable_version": lambda self: 0})()
     chunks, _ = engine._generate(WorkItem(chunk=0, requests=tuple(requests))).chunk.result()
     return chunks[0]

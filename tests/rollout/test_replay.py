@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.schema import Rollout
 from megarl.rollout.completions import Response
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.rollout.replay import RecordingEngine, read_response, recorded_steps, write_sample
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleRequest, VersionSpan
 
@@ -68,7 +68,7 @@ def test_an_engine_records_only_training_rollouts(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(RolloutEngine, "_response", lambda _engine, _request, output, _version: output)
     engine = object.__new__(RecordingEngine)
     engine._rollout = ROLLOUT.model_copy(update={"record": str(tmp_path)})
-    engine._kept_max = None
+    engine._options = EngineOptions(vocab_size=8, device="cpu")
     prompt = Prompt(prompt_id="p", token_ids=(1,))
     for name in ("0/a/0", "1/a/0", "0/b/0", "1/b/0"):
         asked = SampleRequest(sample_id=name, prompt=prompt, seed=0)
