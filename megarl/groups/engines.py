@@ -24,6 +24,7 @@ from megarl.groups.rollouts import GenerateCall, PendingRollouts, Rollouts, spli
 from megarl.models import model_spec
 from megarl.remote import RemoteMethod
 from megarl.rollout.completions import ResponseEnds
+from megarl.rollout.drafts import DraftCounts
 from megarl.rollout.engine import EngineOptions, PickRequest, RolloutEngine, TruncateRequest
 from megarl.rollout.replay import RecordingEngine, ReplayingEngine
 from megarl.types import Pickled, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
@@ -185,12 +186,22 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
 
     async def take_usage(self) -> list[ProcessUsage]:
         """Like that of other groups, but without engines that are starting or are lost meanwhile."""
-        calls = {engine: self._call_usage([self.processes[engine]]) for engine in self.started}
-        readings = [self.spawn(self._results(engine, call)) for engine, call in calls.items()]
-        usages: list[ProcessUsage] = []
+        return await self._of_started(lambda engine: self._call_usage([self.processes[engine]]))
+
+    async def take_drafts(self) -> dict[str, float]:
+        """Returns metrics of the drafts of the responses that have ended since the last reading."""
+        total = DraftCounts()
+        for counts in await self._of_started(lambda engine: self.call_at(engine, RolloutEngine.take_drafts)):
+            total.add(counts)
+        return total.metrics()
+
+    async def _of_started[R](self, call: Callable[[int], Call[R]]) -> list[R]:
+        """Calls the engines that have started; returns the results of those that are not lost meanwhile."""
+        readings = [self.spawn(self._results(engine, call(engine))) for engine in self.started]
+        results: list[R] = []
         for reading in readings:
-            usages += await reading or []
-        return usages
+            results += await reading or []
+        return results
 
     def _count(self, engine: int, responses: int, tokens: int = 0) -> None:
         """Adds to an engine's responses in progress, and to its tokens in flight."""

@@ -140,6 +140,8 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
             "perf/tokens_per_second": tokens / timings["time/step"],
             **self._meter.take(await self._trainers.take_usage()),
         }
+        if self._config.rollout.speculative:
+            all_metrics |= await self._engines.take_drafts()
         if self._config.rollout.max_staleness:
             all_metrics["rollout/queue_depth"] = self._buffer.depth
         if self._config.rollout.max_replacements:

@@ -218,6 +218,14 @@ def _positions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Pr
             if length > spec.dims.positions:
                 rule = f"at most the {spec.dims.positions} positions of the {name}"
                 yield Problem(field, str(length), rule, f"set it to {spec.dims.positions} or less")
+    rollout = config.engine_settings
+    if rollout is not None and rollout.speculative and "model" in specs:
+        positions = specs["model"].dims.positions
+        room = max(0, positions - rollout.max_model_len) // 2
+        if room < rollout.speculative:
+            rule = f"rollout.max_model_len and twice the drafts are at most the {positions} positions of the model"
+            fix = f"set it to {room}, or lower rollout.max_model_len"
+            yield Problem("rollout.speculative", str(rollout.speculative), rule, fix)
 
 
 def _attention(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ from megarl.rollout.completions import (
     truncate_responses,
     version_spans,
 )
+from megarl.rollout.drafts import DraftCounts, draft_counts, draft_settings
 from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.kept_sets import kept_sets, with_sampling_mask
@@ -115,6 +116,7 @@ class RolloutEngine:
         self._llm: LLMEngine | None = None
         self._requests: Requests | None = None
         self._pending: set[PendingChunk] = set()
+        self._drafts = DraftCounts()
         self._turns = Turns(lambda item: self._generate(item).chunk)
         vocab = self._spec.dims.vocab
         last = max(ends, default=0)
@@ -157,10 +159,9 @@ class RolloutEngine:
             distributed_executor_backend="uni" if tp == 1 else "mp",
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             enforce_eager=cpu or self._rollout.enforce_eager,
-            async_scheduling=False if self._inflight else None,  # no batch is under way when the weights change
             enable_chunked_prefill=False if cpu else None,  # vLLM (0.32) cannot step a CPU's seeded generator back
             enable_sleep_mode=self._rollout.sleep and not cpu,  # on a CPU vLLM sleeps without it, and frees nothing
-            max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a sequence
+            max_model_len=self._rollout.positions,
             block_size=BLOCK_TOKENS,
             kv_cache_memory_bytes=cache,
             gpu_memory_utilization=_START_MEMORY,
@@ -171,7 +172,10 @@ class RolloutEngine:
             generation_config="vllm",
             disable_log_stats=True,
             use_tqdm_on_load=False,
+            **draft_settings(self._rollout.speculative),
         )
+        if self._inflight:
+            arguments.async_scheduling = False  # no batch is under way when the weights change
         # Its worker and the model's modules are imported.
         with importing_vllm(options.device), temporary_files_in(self._scratch.name):
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches
@@ -251,6 +255,13 @@ class RolloutEngine:
     def sampled_turns(self) -> Future[list[TurnAnswer]]:
         """Returns the turns that are finished, as soon as there are any; none for a heartbeat."""
         return self._turns.next()
+
+    @remote(phase="rollout")
+    def take_drafts(self) -> DraftCounts:
+        """Returns the counts of the responses that have ended since the last call; works asleep."""
+        counts = self._drafts
+        self._drafts = DraftCounts()
+        return counts
 
     def _generate(self, item: WorkItem) -> PendingChunk:
         version = self._state.usable_version()
@@ -405,6 +416,7 @@ class RolloutEngine:
     def _response(self, request: SampleRequest, output: RequestOutput, version: int) -> Response:
         """Returns a finished response, which began under the weights of `version`."""
         completion = output.outputs[0]
+        self._drafts.add(draft_counts(completion))
         spans = [(0, len(completion.token_ids), version, self._engine_id)]
         if self._inflight:
             assert completion.weight_versions is not None

@@ -65,6 +65,7 @@ class EngineRankMemory:
             sizes.append(math.prod(info.shape) * (1 if is_quantized else item))
         weights = sum(sizes)
         tokens, responses = _TOKENS[device]
+        scored = responses * (1 + rollout.speculative)
         # Of an MLP on a CPU: gate and up, the gate's SiLU, the product; residual, norm, input, output.
         batch = tokens * item * 4 * (dims.hidden + dims.ffn // rollout.tp)
         if device == "cuda":
@@ -73,7 +74,7 @@ class EngineRankMemory:
             # 0.32): outside of the pools that sleep frees.
             counts = responses * (4 * dims.vocab + dims.vocab // 8)
             kept = counts + WORKSPACE + (0 if rollout.enforce_eager else _GRAPHS)
-            work = batch + 8 * responses * dims.vocab  # logits
+            work = batch + 8 * scored * dims.vocab  # logits
         else:
             repacked = max(sizes)
             # The output layer is packed into a copy (UnquantizedEmbeddingMethod) if oneDNN can multiply its
@@ -82,7 +83,7 @@ class EngineRankMemory:
             rows = dims.padded_vocab("vllm", rollout.tp) // rollout.tp + tokens
             kept = rows * dims.hidden * item
             # Logits and log-probabilities; for top-p, logits, sorted ones, int64 indices, sums and a mask.
-            logits = (8 if rollout.top_p == 1 else 21) * responses * dims.vocab
+            logits = (8 if rollout.top_p == 1 else 21) * scored * dims.vocab
             work = max(batch, logits)
         if rollout.gpu_memory_fraction is not None:
             total = int(rollout.gpu_memory_fraction * device_memory())
@@ -122,7 +123,7 @@ def sequence_bytes(model: ModelSpec, rollout: Rollout) -> int:
     """Returns what a sequence of the largest length takes of a rank's cache, in whole blocks."""
     dims = model.dims
     heads = max(1, dims.kv_heads // rollout.tp)
-    blocks = -(-(rollout.max_model_len + 1) // BLOCK_TOKENS)  # with a token that vLLM generates when it scores
+    blocks = -(-rollout.positions // BLOCK_TOKENS)
     return blocks * BLOCK_TOKENS * dims.layers * 2 * heads * dims.head_dim * ITEM_BYTES[model.dtype]
 
 

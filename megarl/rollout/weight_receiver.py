@@ -22,6 +22,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from megarl.resharding import Connection, Receiver, SyncError, SyncSpec, SyncStats, connect
+from megarl.rollout.draft_checks import mend_draft_checks
 from megarl.rollout.vllm_layers import Layer, running_layer
 from megarl.stacks import answer_as_child
 from megarl.weights.shard_map import Box, ShardMap, TensorInfo
@@ -252,6 +253,7 @@ class WorkerExtension:
         try:
             with set_current_vllm_config(self.vllm_config):
                 if method == "prepare":
+                    mend_draft_checks(self.vllm_config)
                     self.weight_transfer_engine = ShardReceiver(self, *args)
                     return CallOutcome()
                 return CallOutcome(value=getattr(self.weight_transfer_engine, method)(*args))

@@ -39,6 +39,9 @@ ALGORITHMS: Cases = {
         (["rollout.kept_max=64"], "has no effect where nothing is trained on ratios of a part of the tokens"),
         (["rollout={top_k: 50, kept_max: 40}"], "rollout.kept_max", "with rollout.top_k, which bounds the tokens"),
     ],
+    rollout_rules.drafts_are_checked: [
+        (["rollout={speculative: 4, min_p: 0.1}"], "rollout.speculative", "0 with rollout.min_p"),
+    ],
     rollout_rules.divergences_are_of_all_tokens: [
         ([*GRPO, "algo.kl={in: loss, estimator: full, coef: 0.1}", "rollout.top_p=0.9"], "1.0 with algo.kl.estimator"),
         ([*GRPO, "algo.kl={in: loss, estimator: full, coef: 0.1}", "rollout.min_p=0.1"], "0.0 with algo.kl.estimator"),

@@ -118,6 +118,11 @@ FIVE_HEADS = f"{MODEL}={{num_attention_heads: 5, num_key_value_heads: 5, hidden_
         ([f"{MODEL}.hidden_size=64"], "cluster.device", "the model's have 16"),
         ([*LLAMA, f"{MODEL}.head_dim=48"], "cluster.device", "the model's have 48"),
         (["rollout.max_model_len=129"], "rollout.max_model_len", "at most the 128 positions of the model"),
+        (
+            ["rollout.max_model_len=126", "rollout.speculative=3"],
+            "rollout.speculative",
+            "twice the drafts are at most the 128 positions of the model",
+        ),
         ([f"{MODEL}.model_type=opt"], "model.random.config", "opt"),
     ],
 )

@@ -52,7 +52,8 @@ def beats(engine: RolloutEngine) -> bool:
 def generate_with(engine: RolloutEngine, rollout: Rollout, requests: Sequence[SampleRequest]) -> RolloutChunk:
     """Generates a chunk with other settings, none of which vLLM reads at its start."""
     other = RolloutEngine(engine._model_dir, rollout, engine._options, engine_id=engine._engine_id)
-    other._llm, other._requests, other._state = engine._llm, engine._requests, engine._state
+    for name in ("_llm", "_requests", "_state", "_drafts"):
+        setattr(other, name, getattr(engine, name))
     return generate(other, requests, [len(requests)])[1][0]
 
 

@@ -58,6 +58,12 @@ def kept_tokens_need_a_bound(algo: Algo | None, rollout: Rollout) -> Iterator[Br
     yield from ineffective_settings("rollout", rollout, ("kept_max",), where, otherwise)
 
 
+def drafts_are_checked(rollout: Rollout) -> Iterator[Broken]:
+    """vLLM (0.32) checks drafts by temperature, top-p and top-k."""
+    if rollout.speculative and rollout.min_p > 0:
+        yield "rollout.speculative", "0 with rollout.min_p, which vLLM does not check drafts by", "set it to 0"
+
+
 def divergences_are_of_all_tokens(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
     """A divergence of whole distributions is none of what a part of the tokens was sampled from."""
     if algo.kl.reads_distributions:

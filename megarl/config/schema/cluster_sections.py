@@ -159,6 +159,10 @@ class Rollout(Section):
     """In stage ppo with top_p or min_p, the most tokens from which one may be sampled to be learned
     from: engines record them, and the trainers' log-probabilities are normalized over them. With
     top_k that is the bound."""
+    speculative: Annotated[int, Field(ge=0, le=32)] = 0
+    """Tokens that a step of an engine drafts for each response, from what followed its last tokens
+    where they occurred before, in prompt or response, and checks at once; 0 drafts none. Faster for texts that
+    repeat and few responses at once; docs/metrics.md has what it changes."""
     min_new_tokens: Natural = 0
     """Least number of tokens of a response: no end token is sampled before. 0 in stage ppo."""
     max_new_tokens: Count
@@ -223,6 +227,15 @@ class Rollout(Section):
     def most_kept(self) -> int:
         """The most tokens from which one may be sampled to be learned from."""
         return self.kept_max if self.top_k is None else self.top_k + _TIES
+
+    @property
+    def positions(self) -> int:
+        """The most positions of a sequence: of its tokens, one that vLLM generates when it scores, and drafts.
+
+        Where a sequence and its drafts have no room for other drafts, vLLM (0.32) drafts zeros for
+        the whole batch: samples would depend on others.
+        """
+        return self.max_model_len + 1 + 2 * self.speculative
 
     @property
     def engines(self) -> int:
