@@ -108,6 +108,13 @@ class ModelSpec:
     tied: bool
     head: HeadName
 
+    def with_rows_of(self, other: ModelSpec) -> ModelSpec:
+        """Returns the model with the embedding's rows of another in Megatron, cut off or padded.
+
+        Over TP, each rank then has the same ids of both.
+        """
+        return replace(self, dims=replace(self.dims, rows=other.dims.vocab))
+
     def ids_in_use(self, configured: int | None) -> int:
         """Returns the number of token ids that may be sampled: ``model.vocab_size``, if it is set, or all."""
         return configured or self.dims.vocab

@@ -30,6 +30,7 @@ class Dims:
         ffn: channels of the MLP, or of each expert.
         positions: maximum sequence length.
         experts: number per layer; 0 in a dense model.
+        rows: ids for which Megatron's embedding has rows; None: all of the vocabulary.
     """
 
     vocab: int
@@ -41,6 +42,7 @@ class Dims:
     head_dim: int
     positions: int
     experts: int = 0
+    rows: int | None = None
 
     def size(self, name: Size) -> int:
         sizes: dict[Size, int] = {
@@ -57,9 +59,11 @@ class Dims:
     def padded_vocab(self, engine: Engine, tp: int) -> int:
         """Returns the rows of an engine's embedding over all TP ranks."""
         multiple = VOCAB_MULTIPLE
+        rows = self.vocab
         if engine == "megatron":
             multiple *= tp
-        return -(-self.vocab // multiple) * multiple
+            rows = self.rows or rows
+        return -(-rows // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -299,7 +299,9 @@ def _role_memory(config: RunConfig, spec: RoleSpec, stage: int) -> RoleMemory:
 
 
 def _model_of(config: RunConfig, role: RoleName) -> ModelSpec:
+    own = model_spec(config.model.hf_config())
     checkpoint = config.role_checkpoint(role)
     if checkpoint is None:
-        return model_spec(config.model.hf_config())
-    return model_spec(read_config(checkpoint))
+        return own
+    model = model_spec(read_config(checkpoint))
+    return model.with_rows_of(own) if role == "reference" else model

@@ -15,7 +15,6 @@ from megarl.data.tokenizer import LARGEST_FILE, has_tokenizer
 from megarl.files import read_json
 from megarl.models import ModelSpec, model_spec
 from megarl.models.transformer_engine import refusals
-from megarl.role_specs import role_specs
 from megarl.types import HEADS, RoleName
 from megarl.weights.hf_files import HFDirectory, read_config
 from megarl.weights.shard_map import Manifest
@@ -56,7 +55,6 @@ def check_models(config: RunConfig, *, bare: bool = False) -> tuple[int | None, 
     if model is not None:
         problems += _attention(config, model)
     problems += _layers(config, specs)
-    problems += _distributions(config, specs)
     return vocab, problems
 
 
@@ -264,23 +262,6 @@ def _layers(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Probl
             rule = f"Transformer Engine must be able to compute the {name}: {'; '.join(reasons)}"
             fix = "set it to auto, which takes Megatron's own layers then"
             yield Problem("model.layers", "transformer_engine", rule, fix)
-
-
-def _distributions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Problem]:
-    """Ranks that compare distributions have the same part of both vocabularies."""
-    if not {"model", "reference"} <= specs.keys():
-        return
-    for group in config.groups:
-        for spec in role_specs(config, group).values():
-            tp = spec.layout.tp
-            if not spec.reads_distributions or tp == 1:
-                continue
-            rows = [specs[name].dims.padded_vocab("megatron", tp) for name in ("model", "reference")]
-            if rows[0] != rows[1]:
-                rule = f"{rows[0]} rows of the vocabulary on {tp} ranks, as of the actor, with "
-                rule += f"algo.kl.estimator = full; it has {rows[1]}"
-                fix = "set tp to 1, or algo.kl.estimator to k1+"
-                yield Problem("reference.path", shown(config.role_checkpoint("reference")), rule, fix)
 
 
 def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:

@@ -242,6 +242,10 @@ CASES: dict[str, Case] = {
         reference=True,
         teacher=True,
         mini_batches=1,
+        changes={
+            "cluster": {"devices_per_node": 3},
+            "groups": {"train": {"devices": "0,2", "roles": {"actor": {"tp": 2}, "reference": {"tp": 2}}}},
+        },
         settings=Settings(
             actor=TORCH,
             temperature=0.9,

@@ -59,7 +59,7 @@ MODEL = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
-TEACHER = {"vocab_size": 32, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+TEACHER = {"vocab_size": 200, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Case:
         changes: what the run has otherwise than the recipe, beside its model, its sizes and its rates.
         critic: where the critic's head is from, None without a critic.
         reference: whether the penalty needs one.
-        teacher: whether that is a model of another size, and nothing scores.
+        teacher: whether that is a model of another size and vocabulary, and nothing scores.
         divisor, shift: of the rule that scores.
         prompts, samples: of a step.
         epochs, mini_batches: of a step.
@@ -289,8 +289,11 @@ def naive(case: Case, directory: Path) -> Expected:
     ]
     reference = actor
     if case.teacher:
-        of_teacher = json.loads((directory / "teacher/config.json").read_text())
-        reference = models.causal_lm(of_teacher, load_file(directory / "teacher/model.safetensors"))
+        of_teacher = {**json.loads((directory / "teacher/config.json").read_text()), "vocab_size": MODEL["vocab_size"]}
+        weights = load_file(directory / "teacher/model.safetensors")
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            weights[name] = weights[name][: MODEL["vocab_size"]]
+        reference = models.causal_lm(of_teacher, weights)
     outcome = ppo.ppo_run(actor, reference, critic_of(case, config, state, directory), iterations, settings)
     return Expected(
         actor_steps=outcome.actor_steps,

@@ -20,7 +20,6 @@ from megarl.preflight.check import check
 from megarl.run.directory import write_random_model
 from tests.config.debug import MIXTURE
 from tests.data.rows import chatml_tokenizer, jsonl
-from tests.megatron.tiny import save_model
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 MODEL = "model.random.config"
@@ -220,19 +219,6 @@ def test_roles_read_the_same_tokens(whole: Path, tmp_path: Path) -> None:
     said = refusal(*given, f"reference.path={other}")
     size = len(tokens)
     assert len(set(re.findall(rf"{size} tokens [0-9a-f]{{12}}", said))) == 2, "a fingerprint of each"
-
-
-def test_distributions_of_a_teacher_have_the_actors_parts_of_the_vocabulary(tmp_path: Path) -> None:
-    """The actor has 100 ids, and on two ranks 128 rows."""
-    shapes = ["algo.kl={in: loss, estimator: full}"]
-    shapes += [f"groups.train.roles.{role}={{tp: 2, pp: 1, vpp: 1}}" for role in ("actor", "reference")]
-    near = save_model(tmp_path / "near", "llama", vocab_size=120)
-    far = save_model(tmp_path / "far", "llama", vocab_size=150)
-    check(load(DEBUG, [*shapes, f"reference.path={near}"]))
-    said = refusal(*shapes, f"reference.path={far}")
-    assert "128 rows of the vocabulary on 2 ranks, as of the actor" in said
-    assert f"reference.path = {far}" in said
-    assert "set tp to 1" in said
 
 
 @pytest.mark.process
