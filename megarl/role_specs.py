@@ -90,14 +90,27 @@ def uses_fused_kernels(config: RunConfig) -> bool:
     return config.cluster.device == "cuda" and config.model.kernels == "auto"
 
 
-def role_specs(config: RunConfig, group: str) -> dict[RoleName, RoleSpec]:
-    return {name: _role_spec(config, name) for name in config.groups[group].roles}
+def role_specs(config: RunConfig, group: str) -> dict[str, RoleSpec]:
+    """Returns the models of a group by role; those of several teachers by `teacher_key`."""
+    specs: dict[str, RoleSpec] = {}
+    for name in config.groups[group].roles:
+        teachers = config.teachers if name == "reference" else {}
+        for teacher, path in teachers.items():
+            specs[teacher_key(teacher)] = _role_spec(config, name, path)
+        if not teachers:
+            specs[name] = _role_spec(config, name, config.role_checkpoint(name))
+    return specs
 
 
-def _role_spec(config: RunConfig, name: RoleName) -> RoleSpec:
+def teacher_key(name: str) -> str:
+    """Returns what stands for one of several teachers in place of the role."""
+    return f"reference.{name}"
+
+
+def _role_spec(config: RunConfig, name: RoleName, checkpoint: str | None) -> RoleSpec:
     placed = config.role(name)
     vocab_size = config.model.vocab_size
-    if name == "reference" and config.role_checkpoint(name) is not None:
+    if name == "reference" and checkpoint is not None:
         vocab_size = ids_in_use(config.model)  # its distribution is over the actor's ids
     training: TrainingSpec | None = None
     if isinstance(config, TrainingConfig) and name in config.trained:
@@ -115,7 +128,7 @@ def _role_spec(config: RunConfig, name: RoleName) -> RoleSpec:
         layers=config.model.layers,
         fused=uses_fused_kernels(config),
         offload=placed.offload,
-        checkpoint=config.role_checkpoint(name),
+        checkpoint=checkpoint,
         new_head=config.new_head(name),
         vocab_size=vocab_size,
         training=training,

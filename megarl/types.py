@@ -339,6 +339,7 @@ class SampleInfo:
         reward: reward of the environment; NaN for a failed conversation, None without
             an environment.
         outcome: outcome of a conversation that was held in this run.
+        teacher: name of its teacher, where there are several.
 
     A conversation whose chat template rewrites earlier turns has several rows, its branches, as
     neighbors; the ids of all but the first end in # and a number.
@@ -354,6 +355,7 @@ class SampleInfo:
     given_tokens: int = 0
     reward: float | None = None
     outcome: ConversationOutcome | None = None
+    teacher: str = ""
 
     @property
     def conversation(self) -> str:
@@ -367,7 +369,7 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class PackRow:
-    """A sample in a pack: its chunk and row, and its lengths as in ``SampleInfo``.
+    """A sample in a pack: its chunk and row, its lengths and its teacher as in ``SampleInfo``.
 
     ``sequence_tokens`` counts the sampled tokens of all branches of its conversation; None: the row's.
     """
@@ -378,6 +380,7 @@ class PackRow:
     response_tokens: int
     given_tokens: int = 0
     sequence_tokens: int | None = None
+    teacher: str = ""
 
     @property
     def tokens(self) -> int:
@@ -392,6 +395,7 @@ class RankSchedule:
 
     Args:
         packs: rows of each micro-batch; a pack without rows is a masked filler.
+        teachers: name of the teacher of each pack, in order; an empty one where there are not several.
         pack_tokens: size to which every pack is padded.
         total_rows, total_sequences, total_response_tokens: global denominators of losses, over all
             ranks: samples, conversations with a response token, and sampled response tokens.
@@ -400,6 +404,7 @@ class RankSchedule:
     """
 
     packs: tuple[tuple[PackRow, ...], ...]
+    teachers: tuple[str, ...]
     pack_tokens: int
     total_rows: int
     total_sequences: int

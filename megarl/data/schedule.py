@@ -127,6 +127,7 @@ def _row(sample: SampleInfo) -> PackRow:
         prompt_tokens=sample.prompt_tokens,
         response_tokens=sample.response_tokens,
         given_tokens=sample.given_tokens,
+        teacher=sample.teacher,
     )
 
 
@@ -220,10 +221,19 @@ def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> 
             conversations.append(row.response_tokens / (row.sequence_tokens or row.response_tokens))
     packs_multiple = layout.pp if layout.vpp > 1 else 1
     tokens_multiple = layout.tp if layout.sequence_parallel else 1
-    packed = _pack(shares, max(budget, *map(_tokens, units)), packs_multiple)
+    capacity = max(budget, *map(_tokens, units))
+    packed: list[list[Unit]] = [[] for _ in shares]
+    teachers: list[str] = []
+    for teacher in sorted({row.teacher for row in rows}):
+        taught = [[unit for unit in share if unit[0].teacher == teacher] for share in shares]
+        more = _pack(taught, capacity, packs_multiple)
+        for packs, others in zip(packed, more, strict=True):
+            packs += others
+        teachers += [teacher] * len(more[0])
     longest = max(map(_tokens, itertools.chain.from_iterable(packed)))
     template = RankSchedule(
         packs=(),
+        teachers=tuple(teachers),
         pack_tokens=-(-longest // tokens_multiple) * tokens_multiple,
         total_rows=len(rows),
         total_sequences=round(sum(conversations)),

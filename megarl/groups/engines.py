@@ -191,12 +191,13 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     async def take_drafts(self) -> dict[str, float]:
         """Returns metrics of the drafts of the responses that have ended since the last reading."""
         total = DraftCounts()
-        for counts in await self._of_started(lambda engine: self.call_at(engine, RolloutEngine.take_drafts)):
+        found = await self._of_started(lambda engine: self.call_at(engine, RolloutEngine.take_drafts))
+        for counts in found:
             total.add(counts)
         return total.metrics()
 
     async def _of_started[R](self, call: Callable[[int], Call[R]]) -> list[R]:
-        """Calls the engines that have started; returns the results of those that are not lost meanwhile."""
+        """Calls the engines that have started; returns the results of those that are not lost."""
         readings = [self.spawn(self._results(engine, call(engine))) for engine in self.started]
         results: list[R] = []
         for reading in readings:

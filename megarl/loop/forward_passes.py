@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megarl.cluster.calls import ChunkCall
 from megarl.config import RolloutTrainingConfig
@@ -12,7 +13,7 @@ from megarl.groups.rollouts import Rollouts
 from megarl.groups.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
-from megarl.types import Ragged, RoleName
+from megarl.types import Ragged, RoleName, SampleInfo
 
 Forward = ChunkCall[None, Ragged]
 """A call of a forward pass; the results are columns."""
@@ -30,9 +31,19 @@ class ForwardPasses:
     The former are those of roles that have the weights of the step's training when the step is
     sampled: all of them at `rollout.max_staleness` 0, and above it the reference, unless it moves
     or its pass would delay the actor's sync.
+
+    Args:
+        teachers: name of the teacher of each prompt, where there are several, by the prompt's id.
     """
 
-    def __init__(self, config: RolloutTrainingConfig, algo: Algo, roles: Mapping[RoleName, RemoteRole]) -> None:
+    def __init__(
+        self,
+        config: RolloutTrainingConfig,
+        algo: Algo,
+        roles: Mapping[RoleName, RemoteRole],
+        teachers: Mapping[str, str],
+    ) -> None:
+        self._teachers = teachers
         self._config = config
         self._parts = config.rollout.inference_parts if algo.filter is None else 1
         self._roles = {name: roles[role] for name, role in ROLES.items() if role in roles}
@@ -63,11 +74,17 @@ class ForwardPasses:
         """Starts a pass of the actor over a step."""
         return self._call("logprobs", rollouts)
 
+    def read_by(self, name: str, samples: Sequence[SampleInfo]) -> Sequence[SampleInfo]:
+        """Returns the samples as a pass reads them: that of the reference with their teachers."""
+        if name != "ref" or not self._teachers:
+            return samples
+        return [replace(sample, teacher=self._teachers[sample.prompt_id]) for sample in samples]
+
     def _call(self, name: str, rollouts: Rollouts) -> Forward:
         role = self._roles[name]
         budget = self._config.role(role.name).tokens_per_micro_batch
         request = ForwardRequest(
-            schedule=inference_schedule(rollouts.samples, role.layout, budget),
+            schedule=inference_schedule(self.read_by(name, rollouts.samples), role.layout, budget),
             chunks=rollouts.chunks,
             temperature=self._config.rollout.temperature,
         )

@@ -11,7 +11,6 @@ from megarl.cluster.process_usage import ProcessUsage, memory_metrics
 from megarl.config import RunConfig
 from megarl.models import ModelSpec, model_spec
 from megarl.models.flops import TokenCounts, forward_flops, peak_tflops
-from megarl.role_specs import role_specs
 from megarl.run.sinks import Metrics
 from megarl.types import HEADS, RoleName, Schedule
 from megarl.weights.hf_files import read_config
@@ -52,7 +51,10 @@ class PassMeter:
     ) -> None:
         """Counts a pass of a role over sequences, which a backward pass may have followed."""
         counted = list(sequences)
-        flops = forward_flops(self._spec(role), HEADS[role], counted)
+        flops = 0
+        for teacher in {sequence.teacher for sequence in counted}:
+            taught = [sequence for sequence in counted if sequence.teacher == teacher]
+            flops += forward_flops(self._spec(role, teacher), HEADS[role], taught)
         if backward:
             flops *= 3
         total = self._passes.setdefault(name, _Pass(devices=self._config.layout(role).world_size))
@@ -83,6 +85,8 @@ class PassMeter:
             metrics |= memory_metrics(group, processes)
         return metrics
 
-    def _read_spec(self, role: RoleName) -> ModelSpec:
-        checkpoint = role_specs(self._config, self._config.group_of(role))[role].checkpoint
+    def _read_spec(self, role: RoleName, teacher: str) -> ModelSpec:
+        checkpoint = self._config.role_checkpoint(role)
+        if teacher:
+            checkpoint = self._config.teachers[teacher]
         return model_spec(self._config.model.hf_config() if checkpoint is None else read_config(checkpoint))

@@ -183,11 +183,18 @@ class ModelEngine:
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk], *, temperature: float
     ) -> dict[int, Ragged] | None:
         """Returns the log-probability of each response token, nats, by chunk."""
+        flat = self.flat_logprobs(schedule, chunks, temperature)
+        return None if flat is None else scatter(rows_of(schedule), flat)
+
+    def flat_logprobs(
+        self, schedule: RankSchedule, chunks: Chunks[TokenChunk], temperature: float
+    ) -> FloatArray | None:
+        """Returns these log-probabilities in the order of the schedule."""
 
         def head(batch: MicroBatch, hidden: Tensor) -> Tensor:
             return response_logprobs(self.model, batch, hidden, temperature)[0]
 
-        return self._per_token(schedule, chunks, head)
+        return self._infer(schedule, chunks, head)
 
     def values(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
         """Returns the critic's value of the state before each response token, by chunk."""
@@ -196,7 +203,7 @@ class ModelEngine:
     def scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, FloatArray] | None:
         """Returns the reward model's score of each sample, [N] float32 by chunk."""
         flat = self._infer(schedule, chunks, partial(row_scores, self.model))
-        return None if flat is None else scatter_scalars(_rows(schedule), flat)
+        return None if flat is None else scatter_scalars(rows_of(schedule), flat)
 
     def token_scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
         """Returns the reward model's scores before and after each response token, by chunk.
@@ -218,7 +225,7 @@ class ModelEngine:
 
     def _per_token(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head) -> dict[int, Ragged] | None:
         flat = self._infer(schedule, chunks, head)
-        return None if flat is None else scatter(_rows(schedule), flat)
+        return None if flat is None else scatter(rows_of(schedule), flat)
 
     def _infer(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head) -> FloatArray | None:
         results = self._forward(schedule, chunks, head)
@@ -334,5 +341,6 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
     return engine
 
 
-def _rows(schedule: RankSchedule) -> list[PackRow]:
+def rows_of(schedule: RankSchedule) -> list[PackRow]:
+    """Returns the rows of all packs, in order."""
     return [row for rows in schedule.packs for row in rows]

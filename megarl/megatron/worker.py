@@ -5,19 +5,23 @@ The driver imports this file to name its methods, so megatron-core is imported o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl.config import RolloutTrainingConfig, RunConfig, TrainingConfig
 from megarl.config.schema.loss_specs import LossSpec, PolicySpec
+from megarl.data.packing import scatter
 from megarl.experience.build import build_experience
 from megarl.experience.records import ExperienceChunk, ExperienceReport
 from megarl.files import FileRecord
@@ -26,7 +30,7 @@ from megarl.megatron.platform import set_cuda_options, start_platform, start_wor
 from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
 from megarl.remote import remote
 from megarl.resharding import Connection, ConnectRequest, Sender, SyncStats, connect
-from megarl.role_specs import role_specs, uses_fused_kernels
+from megarl.role_specs import role_specs, teacher_key, uses_fused_kernels
 from megarl.stacks import tell_waits
 from megarl.types import FloatArray, Ragged, RankSchedule, RoleName, TokenValues
 from megarl.weights.export import export_plan, export_weights
@@ -41,11 +45,11 @@ PerSample = dict[int, FloatArray]
 class Offloader:
     """Keeps idle roles that may be offloaded in host memory; roles may be added later."""
 
-    def __init__(self, roles: Mapping[RoleName, ModelEngine], offloadable: Collection[RoleName]) -> None:
+    def __init__(self, roles: Mapping[str, ModelEngine], offloadable: Collection[str]) -> None:
         self._roles = roles
         self._offloadable = frozenset(offloadable)
 
-    def onload(self, name: RoleName, *others: RoleName, weights_only: bool = False) -> ModelEngine:
+    def onload(self, name: str, *others: str, weights_only: bool = False) -> ModelEngine:
         """Returns the role with its memory on the device; offloads all roles but it and ``others``.
 
         With ``weights_only``, what is on the host of average and optimizer state stays there: a forward
@@ -56,7 +60,7 @@ class Offloader:
             self._roles[present].onload(weights_only=weights_only)
         return self._roles[name]
 
-    def offload_all(self, but: Collection[RoleName] = ()) -> None:
+    def offload_all(self, but: Collection[str] = ()) -> None:
         """Offloads every offloadable role, so that another process can use the device."""
         freed = 0
         for name in sorted(self._offloadable & self._roles.keys()):
@@ -79,8 +83,8 @@ class MegatronWorker:
         self._rank = rank
         self._device = torch.device("cpu")  # until the start
         self._specs = role_specs(config, group)
-        self._roles: dict[RoleName, ModelEngine] = {}
-        offloadable: list[RoleName] = [name for name, spec in self._specs.items() if spec.offload]
+        self._roles: dict[str, ModelEngine] = {}
+        offloadable: list[str] = [name for name, spec in self._specs.items() if spec.offload]
         self._offloader = Offloader(self._roles, offloadable)
         self._engine_shares_device = isinstance(config, RolloutTrainingConfig) and config.rollout.sleep
         self._senders: dict[int, tuple[Connection, Sender]] = {}
@@ -126,9 +130,23 @@ class MegatronWorker:
 
     @remote(phase="inference")
     def logprobs(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[int, Ragged] | None:
-        """Returns the log-probabilities of the responses, nats, by chunk."""
-        engine = self._offloader.onload(role, weights_only=True)
-        return engine.logprobs(request.schedule, request.chunks, temperature=request.temperature)
+        """Returns the log-probabilities of the responses, nats, by chunk.
+
+        Of several teachers, each reads its packs.
+        """
+        from megarl.megatron.model_engine import rows_of
+
+        schedule = request.schedule
+        packs = list(zip(schedule.teachers, schedule.packs, strict=True))
+        parts: list[FloatArray] = []
+        for teacher, taught in itertools.groupby(packs, key=lambda pack: pack[0]):
+            part = replace(schedule, packs=tuple(pack for _, pack in taught))
+            reader = teacher_key(teacher) if teacher else role
+            engine = self._offloader.onload(reader, weights_only=True)
+            flat = engine.flat_logprobs(part, request.chunks, request.temperature)
+            if flat is not None:
+                parts.append(flat)
+        return scatter(rows_of(schedule), np.concatenate(parts)) if parts else None
 
     @remote(phase="inference")
     def values(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[int, Ragged] | None:

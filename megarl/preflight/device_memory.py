@@ -102,6 +102,7 @@ def _remedies(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> Iterat
     """
     engine = plan.engine
     role = phase.role
+    field = "" if role is None else _field(config, plan.roles[role].spec.name)
     on_gpu = plan.kind == "cuda"
     if on_gpu and engine is not None and not plan.sleeps and plan.roles and phase.phase != "generate":
         freed = phase.cache + engine.work
@@ -114,16 +115,16 @@ def _remedies(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> Iterat
         yield phase.snapshot, "set checkpoint.async_save=false"
     for name, memory in plan.roles.items():
         if on_gpu and not memory.spec.offload and name != role:
-            yield memory.state, f"set {_field(config, name)}.offload=true"
+            yield memory.state, f"set {_field(config, memory.spec.name)}.offload=true"
     if role is not None and phase.phase == "update" and plan.roles[role].spec.recompute != "full":
-        yield phase.activations, f"set {_field(config, role)}.recompute=full, or lower its tokens_per_micro_batch"
+        yield phase.activations, f"set {field}.recompute=full, or lower its tokens_per_micro_batch"
     elif role is not None:
-        yield phase.activations // 2, f"lower {_field(config, role)}.tokens_per_micro_batch"
+        yield phase.activations // 2, f"lower {field}.tokens_per_micro_batch"
     if on_gpu and engine is not None:
         yield phase.weights // 2, f"raise {plan.cache_field.rpartition('.')[0]}.tp"
     if on_gpu and role is not None:
         state = phase.parameters + phase.gradients + phase.optimizer + phase.stepping
-        yield state // 2, f"raise {_field(config, role)}.tp or pp, with more devices in its group"
+        yield state // 2, f"raise {field}.tp or pp, with more devices in its group"
 
 
 def _field(config: RunConfig, role: RoleName) -> str:

@@ -42,7 +42,7 @@ class PhaseMemory:
     """
 
     phase: str
-    role: RoleName | None
+    role: str | None
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
@@ -84,14 +84,14 @@ class DevicePlan:
 
     device: int
     kind: str
-    roles: Mapping[RoleName, RoleMemory] = field(default_factory=dict[RoleName, RoleMemory])
+    roles: Mapping[str, RoleMemory] = field(default_factory=dict[str, RoleMemory])
     engine: EngineRankMemory | None = None
     cache_field: str = ""
     bucket: int = 0
     nccl: int = 0
     sleeps: bool = False
     saved: Collection[RoleName] = ()
-    sharing: Mapping[RoleName, int] = field(default_factory=dict[RoleName, int])
+    sharing: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def besides_cache(self) -> int:
@@ -104,7 +104,7 @@ class DevicePlan:
 
     def phases(self) -> Iterator[PhaseMemory]:
         """Yields the phases, each with the role that takes most in it."""
-        trained: list[RoleName] = []
+        trained: list[str] = []
         for role, memory in self.roles.items():
             if memory.spec.training is not None:
                 trained.append(role)
@@ -121,10 +121,10 @@ class DevicePlan:
         if trained:
             yield self._largest("checkpoint", trained)
 
-    def _largest(self, phase: str, roles: Iterable[RoleName]) -> PhaseMemory:
+    def _largest(self, phase: str, roles: Iterable[str]) -> PhaseMemory:
         return max((self._phase(phase, role) for role in roles), key=lambda found: found.peak)
 
-    def _phase(self, phase: str, role: RoleName | None) -> PhaseMemory:
+    def _phase(self, phase: str, role: str | None) -> PhaseMemory:
         """Returns what the device has while a role works, or none.
 
         On a CPU, the device is the host to which roles are offloaded.
@@ -135,7 +135,7 @@ class DevicePlan:
             sizes["nccl"] = self.nccl
             if self.roles:
                 sizes["process"] += 2 * WORKSPACE  # of the threads of the forward and of the backward pass
-        active: set[RoleName | None] = {role}
+        active: set[str | None] = {role}
         if role is not None:
             working = self.roles[role]
             if phase == "inference":
@@ -223,15 +223,15 @@ def _plans(config: RunConfig) -> dict[int, DevicePlan]:
         bucket = int(config.resharding.bucket_mib * _MIB)
     for name in config.groups:
         specs = role_specs(config, name)
-        made = dict[tuple[RoleName, int], RoleMemory]()
+        made = dict[tuple[str, int], RoleMemory]()
         for rank, device in enumerate(config.device_list(name)):
-            roles: dict[RoleName, RoleMemory] = {}
+            roles: dict[str, RoleMemory] = {}
             for role, spec in specs.items():
                 stage = spec.layout.coords(rank).pp
                 if (role, stage) not in made:
                     made[role, stage] = _role_memory(config, spec, stage)
                 roles[role] = made[role, stage]
-            sharing: dict[RoleName, int] = {}
+            sharing: dict[str, int] = {}
             for role, spec in specs.items():
                 if spec.is_frozen:
                     sharing[role] = _sharing(config, spec, name, device)
@@ -285,10 +285,10 @@ def _role_memory(config: RunConfig, spec: RoleSpec, stage: int) -> RoleMemory:
     tokens = -(-largest.update // dp) * largest.tokens
     reference: ModelSpec | None = None
     if spec.reads_distributions:
-        reference = _model_of(config, "reference")
+        reference = _model_of(config, config.role_checkpoint("reference"), "reference")
     return role_memory(
         spec,
-        _model_of(config, spec.name),
+        _model_of(config, spec.checkpoint, spec.name),
         stage,
         config.cluster.device,
         pack=min(budget, -(-largest.inference // dp) * largest.tokens),
@@ -298,9 +298,8 @@ def _role_memory(config: RunConfig, spec: RoleSpec, stage: int) -> RoleMemory:
     )
 
 
-def _model_of(config: RunConfig, role: RoleName) -> ModelSpec:
+def _model_of(config: RunConfig, checkpoint: str | None, role: RoleName) -> ModelSpec:
     own = model_spec(config.model.hf_config())
-    checkpoint = config.role_checkpoint(role)
     if checkpoint is None:
         return own
     model = model_spec(read_config(checkpoint))

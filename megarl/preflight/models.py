@@ -42,13 +42,12 @@ def check_models(config: RunConfig, *, bare: bool = False) -> tuple[int | None, 
         problems += _model(config, model)
         if config.model.path is not None and "model.path" not in unchecked:
             problems += _files("model.path", config.model.path, model.manifest())
-    for role, path in _role_checkpoints(config).items():
-        field = f"{role}.path"
+    for field, (role, path) in _role_checkpoints(config).items():
         spec = _spec(problems, field, partial(read_config, path))
         if spec is not None:
-            specs[role] = spec
-            problems += _role_checkpoint(role, path, spec, weights=field not in unchecked)
-        problems += _same_tokenizer(config, role, path)
+            specs[field.removesuffix(".path")] = spec
+            problems += _role_checkpoint(field, role, path, spec, weights=field not in unchecked)
+        problems += _same_tokenizer(config, field, path)
     problems += _judge(config)
     problems += _layouts(config, specs)
     problems += _positions(config, specs)
@@ -74,7 +73,7 @@ def _stated_vocab_size(config: RunConfig) -> int | None:
 def without_weights(config: RunConfig) -> Mapping[str, str]:
     """Returns, by field, the directories that have a config.json and no weights."""
     paths = {"model.path": config.model.path}
-    paths |= {f"{role}.path": path for role, path in _role_checkpoints(config).items()}
+    paths |= {field: path for field, (_, path) in _role_checkpoints(config).items()}
     bare: dict[str, str] = {}
     for field, path in paths.items():
         if path is None or not (Path(path) / "config.json").is_file():
@@ -84,18 +83,20 @@ def without_weights(config: RunConfig) -> Mapping[str, str]:
     return bare
 
 
-def _role_checkpoints(config: RunConfig) -> dict[RoleName, str]:
-    """Returns the directories of roles that do not start from the run's model."""
-    paths: dict[RoleName, str] = {}
+def _role_checkpoints(config: RunConfig) -> dict[str, tuple[RoleName, str]]:
+    """Returns the roles that do not start from the run's model, and their directories, by field."""
+    paths: dict[str, tuple[RoleName, str]] = {}
     for group in config.groups.values():
         for role in group.roles:
             path = config.role_checkpoint(role)
             if path is not None:
-                paths[role] = path
+                paths[f"{role}.path"] = role, path
+    for teacher, path in config.teachers.items():
+        paths[f"reference.teachers.{teacher}"] = "reference", path
     return paths
 
 
-def _same_tokenizer(config: RunConfig, role: RoleName, path: str) -> Iterator[Problem]:
+def _same_tokenizer(config: RunConfig, field: str, path: str) -> Iterator[Problem]:
     """If both directories have a tokenizer, a token id must mean the same text in both."""
     directory = config.model.tokenizer or config.model.path
     if directory is None:
@@ -106,7 +107,7 @@ def _same_tokenizer(config: RunConfig, role: RoleName, path: str) -> Iterator[Pr
         fix = "choose a checkpoint that was made with the model's tokenizer"
         prints = f"{_fingerprint(found)} must be {_fingerprint(expected)}"
         rule = f"its tokenizer must be the one of {directory}: {prints}"
-        yield Problem(f"{role}.path", path, rule, fix)
+        yield Problem(field, path, rule, fix)
 
 
 def _vocabulary(directory: Path) -> Mapping[str, int] | None:
@@ -151,10 +152,10 @@ def _trainable(field: str, spec: ModelSpec) -> Iterator[Problem]:
         yield Problem(field, "dtype float16", rule, fix)
 
 
-def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec, *, weights: bool) -> Iterator[Problem]:
+def _role_checkpoint(field: str, role: RoleName, path: str, spec: ModelSpec, *, weights: bool) -> Iterator[Problem]:
     """A reward model needs a score head, a teacher an LM head; a critic starts from any body."""
     if role == "critic":
-        yield from _trainable(f"{role}.path", spec)
+        yield from _trainable(field, spec)
     head = HEADS[role]
     if role == "reward":
         from megarl.rewards.model_files import read_scale  # imports torch
@@ -164,13 +165,13 @@ def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec, *, weights: boo
         except (OSError, ValueError) as error:
             rule = f"a checkpoint whose scale can be read: {error}"
             fix = "export the checkpoint again"
-            yield Problem(f"{role}.path", path, rule, fix)
+            yield Problem(field, path, rule, fix)
     if role != "critic" and spec.head != head:
         kind = {"reward": "reward", "reference": "language"}[role]
         rule = f"a model with a {head} head"
-        yield Problem(f"{role}.path", path, rule, f"choose a {kind} model's checkpoint")
+        yield Problem(field, path, rule, f"choose a {kind} model's checkpoint")
     elif weights:
-        yield from _files(f"{role}.path", path, spec.manifest(head, new_head=head == "value"))
+        yield from _files(field, path, spec.manifest(head, new_head=head == "value"))
 
 
 def _files(field: str, path: str, needed: Manifest) -> Iterator[Problem]:
@@ -186,16 +187,17 @@ def _layouts(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Prob
     """Finds layouts that the models do not fit."""
     for group_name, group in config.groups.items():
         for role, sizes in group.roles.items():
-            model = specs.get("model" if config.role_checkpoint(role) is None else role)
-            if model is None:
-                continue
+            names = ["model" if config.role_checkpoint(role) is None else role]
+            if role == "reference" and config.teachers:
+                names = [f"reference.teachers.{teacher}" for teacher in config.teachers]
             field = f"groups.{group_name}.roles.{role}"
-            yield from _fits(field, lambda model=model, role=role: model.check_megatron(config.layout(role)))
-            if model.dims.experts and sizes.tp > 1 and not sizes.sequence_parallel:
-                # Ranks of a TP group send different tokens to the experts only with sequence parallelism.
-                rule = "a mixture of experts with tp above 1 needs sequence_parallel"
-                fix = "set it to true, or tp to 1"
-                yield Problem(f"{field}.sequence_parallel", "False", rule, fix)
+            for model in [specs[name] for name in names if name in specs]:
+                yield from _fits(field, lambda model=model, role=role: model.check_megatron(config.layout(role)))
+                if model.dims.experts and sizes.tp > 1 and not sizes.sequence_parallel:
+                    # Ranks of a TP group send different tokens to the experts only with sequence parallelism.
+                    rule = "a mixture of experts with tp above 1 needs sequence_parallel"
+                    fix = "set it to true, or tp to 1"
+                    yield Problem(f"{field}.sequence_parallel", "False", rule, fix)
     rollout = config.engine_settings
     if rollout is not None and "model" in specs:
         yield from _fits("rollout.tp", partial(specs["model"].check_vllm, rollout.tp))
@@ -221,7 +223,7 @@ def _positions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Pr
         positions = specs["model"].dims.positions
         room = max(0, positions - rollout.max_model_len) // 2
         if room < rollout.speculative:
-            rule = f"rollout.max_model_len and twice the drafts are at most the {positions} positions of the model"
+            rule = f"max_model_len and twice the drafts are at most the {positions} positions of the model"
             fix = f"set it to {room}, or lower rollout.max_model_len"
             yield Problem("rollout.speculative", str(rollout.speculative), rule, fix)
 

@@ -20,7 +20,7 @@ def mend_draft_checks(config: VllmConfig) -> None:
 def expand_to_drafts(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Tensor:
-    """Returns a value for each draft, [T], from one for each request; the names are those of vLLM's function.
+    """Returns a value for each draft, [T], from one for each request; its names are vLLM's.
 
     Args:
         x: [N], values of the requests.

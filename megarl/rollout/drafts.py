@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput
 
 _LONGEST = 4
-"""The most tokens that are looked up; vLLM proposes what followed the longest of their ends that occurred before."""
+"""The most tokens that are looked up; what followed the longest of their ends is proposed."""
 _SHORTEST = 2
 
 

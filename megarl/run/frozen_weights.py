@@ -60,6 +60,9 @@ def _directories(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
     for group in config.groups.values():
         placed.update(group.roles)
     for role in sorted(placed.difference(config.saved)):
+        if role == "reference" and config.teachers:
+            yield from ((field, Path(path)) for field, path in config.teachers.items())
+            continue
         checkpoint = config.role_checkpoint(role)
         if checkpoint is not None:
             yield f"{role}.path", Path(checkpoint)

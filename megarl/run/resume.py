@@ -19,6 +19,7 @@ CHOOSE_ANOTHER: Final = "choose another run.dir"
 _WEIGHTS = "the checkpoints have its weights"
 _STREAM = "the checkpoints have the position in this data"
 _HEAD = "another one changes the meaning of its scores"
+_TEACHER = "the run learns from it"
 _DATA = ("prompts", "random", "train", "chat_template", "max_tokens", "too_long", "empty", "equal")
 
 FIXED: Final[Mapping[str, str]] = {
@@ -28,7 +29,7 @@ FIXED: Final[Mapping[str, str]] = {
     **{f"critic.{field}": _WEIGHTS for field in ("path", "head", "head_std", "head_seed")},
     "critic.value_norm": "the critic's values are scaled by its moments, which are in the checkpoints",
     **{f"reward.{field}": _HEAD for field in ("path", "head_std", "head_seed")},
-    "reference.path": "the run learns from this model",
+    **dict.fromkeys(("reference.path", "reference.teachers", "reference.column"), _TEACHER),
     "normalisation.before": "it scales the head before the first step",
     "actor.ema": "the checkpoints have the moving average",
     "algo.kl": "the checkpoints have the state of its controller, and of a reference that follows the actor",

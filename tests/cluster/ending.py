@@ -98,7 +98,9 @@ class Run:
 
 def _one_row(chunk: int) -> RankSchedule:
     row = PackRow(chunk=chunk, row=0, prompt_tokens=1, response_tokens=1)
-    return RankSchedule(packs=((row,),), pack_tokens=2, total_rows=2, total_sequences=2, total_response_tokens=2)
+    return RankSchedule(
+        packs=((row,),), teachers=("",), pack_tokens=2, total_rows=2, total_sequences=2, total_response_tokens=2
+    )
 
 
 def configuration(case: str) -> PPOConfig:

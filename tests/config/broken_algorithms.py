@@ -65,6 +65,7 @@ ALGORITHMS: Cases = {
         (["algo.kl.coef=0"], "no effect otherwise"),
     ],
     algorithm_rules.teachers_stay: [],  # in a test of its own: it needs a checkpoint
+    algorithm_rules.teachers_have_a_column: [(["reference.column=kind"], "has an effect with reference.teachers")],
     algorithm_rules.references_share_the_actors_ranks: [
         (["algo.kl.reference_sync.every=2"], f"{REFERENCE}.pp", "2 as of the actor with algo.kl.reference_sync"),
         ([*IN_LOSS, "algo.kl.estimator=full"], f"{REFERENCE}.pp", "with algo.kl.estimator = full"),

@@ -260,6 +260,24 @@ def test_a_teacher_needs_no_scores_and_nothing_that_compares_them(tmp_path: Path
     assert "with the role reference in a group alone" in alone["reference.path"]
 
 
+def test_several_teachers_are_told_by_a_column_of_the_prompts(tmp_path: Path) -> None:
+    paths = {name: str(checkpoint(tmp_path / name, hidden_size=64)) for name in ("math", "code")}
+    teachers = f"reference.teachers={json.dumps(paths)}"
+    column = "reference.column=kind"
+    prompts = ["data.random=null", "data.prompts=configs/debug/data/prompts.jsonl"]
+    debug(*TAUGHT, *prompts, teachers, column)
+    assert "has an effect with reference.teachers" in refused(*TAUGHT, *prompts, column)["reference.column"]
+    assert "the column of a row" in refused(*TAUGHT, *prompts, teachers)["reference.column"]
+    both = refused(*TAUGHT, *prompts, teachers, column, f"reference.path={paths['math']}")
+    assert "null with reference.teachers" in both["reference.path"]
+    rows = ["data.prompts=null", "data.random={count: 8, min_tokens: 2, max_tokens: 4}"]
+    assert "none without data.prompts" in refused(*TAUGHT, *rows, teachers, column)["reference.teachers"]
+    whole = ["algo.advantage=none", "algo.kl={in: loss, estimator: full, coef: 1.0}"]
+    assert "whose update has one teacher" in refused(*TAUGHT, *whole, *prompts, teachers, column)["reference.teachers"]
+    missing = refused(*TAUGHT, *prompts, f"reference.teachers={{math: {tmp_path}/nothing}}", column)
+    assert "a readable config.json" in missing["reference.teachers.math"]
+
+
 @given(devices=st.integers(1, 24), tp=st.integers(1, 12), pp=st.integers(1, 12))
 def test_a_layout_is_accepted_only_if_whole_replicas_fill_the_group(devices: int, tp: int, pp: int) -> None:
     config = load(DEBUG).model_dump(by_alias=True)

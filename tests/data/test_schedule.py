@@ -211,6 +211,20 @@ def test_first_fit_is_used_if_balancing_would_exceed_the_budget() -> None:
     assert sorted(sorted(r.tokens for r in pack) for pack in schedule.ranks[0].packs) == [[2, 2, 2], [3, 3]]
 
 
+@given(samples, st.integers(1, 3), st.integers(1, 3))
+def test_each_pack_has_the_samples_of_one_teacher(samples: list[SampleInfo], dp: int, stages: int) -> None:
+    taught = [replace(sample, teacher="ab"[sample.prompt_tokens % 2]) for sample in samples]
+    layout = Layout(dp=dp, pp=stages, vpp=min(2, stages))
+    schedule = inference_schedule(taught, layout, 64)
+    assert len({rank.teachers for rank in schedule.ranks}) == 1
+    found: list[tuple[int, int]] = []
+    for rank in schedule.ranks:
+        for teacher, pack in zip(rank.teachers, rank.packs, strict=True):
+            assert {row.teacher for row in pack} <= {teacher}
+            found += [(row.chunk, row.row) for row in pack]
+    assert sorted(found) == sorted((sample.chunk, sample.row) for sample in samples)
+
+
 def test_all_passes_of_a_step_have_packs_of_one_length() -> None:
     layout = Layout(dp=2, pp=2, vpp=2)
     one, other = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,16 @@ actor: {{optimizer: {{lr: 3.0e-3}}}}
 tracking: {{samples: all, tokens: true}}
 """
 ROOT = Path(__file__).parents[2]
+TEACHERS: dict[str, dict[str, Any]] = {
+    "words": {"model_type": "llama", "vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 2},
+    "sums": {"model_type": "qwen3", "vocab_size": 160, "num_hidden_layers": 3},
+}
+SEVERAL = [
+    "reference={{path: null, column: kind, teachers: {{words: {directory}/words, sums: {directory}/sums}}}}",
+    "groups.teacher.roles.reference={{tp: 1, tokens_per_micro_batch: 64, offload: true}}",
+    "data.prompts={directory}/prompts.jsonl",
+    "run.steps=2",
+]
 
 
 @torch.no_grad()
@@ -68,3 +79,29 @@ def test_a_student_is_rewarded_by_a_teacher_of_another_size_and_vocabulary(tmp_p
     assert not any("objective/score" in step or "group/zero_std_fraction" in step for step in steps)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "objective/kl_per_token in training" in summary["verdict"]
+
+
+def test_each_prompt_has_its_own_teacher(tmp_path: Path) -> None:
+    """Two replicas; the teachers take turns on their devices."""
+    for name, sizes in TEACHERS.items():
+        save_model(tmp_path / name, eos_token_id=0, **sizes)
+    rows = lines(ROOT / "configs/debug/data/prompts.jsonl")
+    kinds = [("words", "sums", "sums")[row % 3] for row in range(len(rows))]
+    texts = [json.dumps({**row, "kind": kind}) for row, kind in zip(rows, kinds, strict=True)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(texts))
+    config = tmp_path / "opd.yaml"
+    config.write_text(CONFIG.format(base=ROOT / "configs/debug/base.yaml", directory=tmp_path, root=ROOT))
+    overrides = [setting.format(directory=tmp_path) for setting in SEVERAL]
+    run_to_end(["train", str(config), *overrides]).assert_succeeded()
+    seen: set[str] = set()
+    for sample in lines(tmp_path / "run" / "samples.jsonl"):
+        recorded = np.load(tmp_path / "recorded" / f"{sample['sample_id'].replace('/', '%2F')}.npz")
+        ids = (recorded["prompt_ids"].tolist(), recorded["response_ids"].tolist())
+        kind = kinds[rows.index({"prompt_ids": ids[0]})]
+        seen.add(kind)
+        under_teacher = teacher_logprobs(tmp_path / kind, *ids)
+        np.testing.assert_allclose(sample["tokens"]["ref_logprobs"], under_teacher, rtol=5e-6, atol=2e-5)
+    assert seen == set(TEACHERS)
+    wrong = run_to_end(["plan", str(config), *overrides, f"data.prompts={ROOT}/configs/debug/data/prompts.jsonl"])
+    assert wrong.status == 2
+    assert "a column of every row with one of words, sums; prompt 1 has None" in wrong.errors

@@ -17,7 +17,14 @@ ROWS = [PackRow(chunk=0, row=row, prompt_tokens=4, response_tokens=6) for row in
 def schedule(*ranks: list[PackRow]) -> Schedule:
     """A pack per rank."""
     made = [
-        RankSchedule(packs=(tuple(rows),), pack_tokens=64, total_rows=6, total_sequences=6, total_response_tokens=36)
+        RankSchedule(
+            packs=(tuple(rows),),
+            teachers=("",),
+            pack_tokens=64,
+            total_rows=6,
+            total_sequences=6,
+            total_response_tokens=36,
+        )
         for rows in ranks
     ]
     return Schedule(ranks=tuple(made))

@@ -73,7 +73,9 @@ class FakeMeter:
 
 
 def schedule(tokens: int) -> Schedule:
-    rank = RankSchedule(packs=(), pack_tokens=1, total_rows=1, total_sequences=1, total_response_tokens=tokens)
+    rank = RankSchedule(
+        packs=(), teachers=(), pack_tokens=1, total_rows=1, total_sequences=1, total_response_tokens=tokens
+    )
     return Schedule(ranks=(rank,))
 
 

@@ -146,14 +146,35 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Br
 
 def teachers_stay(algo: Algo, reference: Reference, groups: Groups) -> Iterator[Broken]:
     """A teacher has a role, and keeps its weights."""
-    if reference.path is None:
+    if not reference.directories:
         return
+    field = "reference.teachers" if reference.teachers else "reference.path"
     if not placed(groups, "reference"):
-        fix = "add reference to the roles of a group, or set reference.path to null"
-        yield "reference.path", "has an effect with the role reference in a group alone", fix
+        fix = f"add reference to the roles of a group, or remove {field}"
+        yield field, "has an effect with the role reference in a group alone", fix
     if algo.kl.reference_sync is not None:
-        rule = "null with reference.path, whose weights are another model's"
-        yield "algo.kl.reference_sync", rule, "set it to null, or reference.path"
+        rule = f"null with {field}, whose weights are another model's"
+        yield "algo.kl.reference_sync", rule, f"set it to null, or remove {field}"
+
+
+def teachers_have_a_column(algo: Algo, reference: Reference, data: PromptData) -> Iterator[Broken]:
+    """Each prompt has one of several teachers, which compares sampled tokens."""
+    if not reference.teachers:
+        if reference.column is not None:
+            rule = "has an effect with reference.teachers alone"
+            yield "reference.column", rule, "remove it, or name the teachers"
+        return
+    if reference.path is not None:
+        yield "reference.path", "null with reference.teachers", "make it one of the teachers"
+    if reference.column is None:
+        rule = "the column of a row with its teacher's name, with reference.teachers"
+        yield "reference.column", rule, "name it"
+    if data.prompts is None:
+        rule = "none without data.prompts, whose rows name them"
+        yield "reference.teachers", rule, "give data.prompts, or one teacher as reference.path"
+    if algo.kl.reads_distributions:
+        rule = "none with algo.kl.estimator = full, whose update has one teacher"
+        yield "reference.teachers", rule, "set algo.kl.estimator to k1, or give reference.path"
 
 
 def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Broken]:

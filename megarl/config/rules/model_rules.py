@@ -11,29 +11,31 @@ from megarl.config.schema import Critic, Model, Reference, Reward, read_hf_confi
 
 def checkpoints_are_readable(field: str, start: Model | Reward | Critic | Reference) -> Iterator[Broken]:
     """Every checkpoint directory has a readable config.json."""
-    if start.path is not None:
+    paths: dict[str, str] = {}
+    if isinstance(start, Reference):
+        paths.update(start.directories)
+    elif start.path is not None:
+        paths[f"{field}.path"] = start.path
+    for name, path in paths.items():
         try:
-            read_hf_config(start.path)
+            read_hf_config(path)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             rule = f"a directory with a readable config.json ({reason})"
-            yield f"{field}.path", rule, correct_model_path(start.path)
+            yield name, rule, correct_model_path(path)
 
 
 def checkpoints_share_the_tokens(
     model: Model, reward: Reward, critic: Critic | None, reference: Reference
 ) -> Iterator[Broken]:
     """The reward model, the critic and a teacher have every token id that the actor uses."""
-    sections: Mapping[str, Reward | Critic | Reference | None] = {
-        "reward": reward,
-        "critic": critic,
-        "reference": reference,
-    }
+    paths = {"reward.path": reward.path, "critic.path": None if critic is None else critic.path}
+    paths.update(reference.directories)
     used = ids_in_use(model)
-    for role, section in sections.items():
-        if section is None or section.path is None:
+    for field, path in paths.items():
+        if path is None:
             continue
-        size = (_read(section.path) or {}).get("vocab_size")
+        size = (_read(path) or {}).get("vocab_size")
         if used is None or not isinstance(size, int) or size >= used:
             continue
         rule = f"must know the {used} token ids in use; it has {size}"
@@ -41,7 +43,7 @@ def checkpoints_share_the_tokens(
             f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size}"
             " if ids from there on stand for nothing"
         )
-        yield f"{role}.path", rule, fix
+        yield field, rule, fix
 
 
 def ids_in_use(model: Model) -> int | None:

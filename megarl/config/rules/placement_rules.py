@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import get_args
 
 from megarl.config.problems import Broken, Problem
-from megarl.config.schema import Cluster, Group, Groups, Reward, RoleConfig, Rollout, Run, stage_class
+from megarl.config.schema import (
+    Cluster,
+    DirectReference,
+    Group,
+    Groups,
+    Reference,
+    Reward,
+    RoleConfig,
+    Rollout,
+    Run,
+    stage_class,
+)
 from megarl.config.schema.base import parse_devices
 from megarl.types import RoleName
 
@@ -175,12 +186,17 @@ def recomputation_is_for_a_backward_pass(stage: str, groups: Groups) -> Iterator
             yield f"{field}.recompute", rule, "set it to none"
 
 
-def offloading_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Broken]:
-    """A role is offloaded only where another role or an engine uses its devices."""
+def offloading_frees_devices(
+    groups: Groups, rollout: Rollout | None, reference: Reference | DirectReference | None
+) -> Iterator[Broken]:
+    """A role is offloaded only where another model uses its devices."""
+    take_turns = isinstance(reference, Reference) and len(reference.teachers) > 1
     engines: set[int] = set()
     if rollout is not None:
         engines.update(parse_devices(rollout.devices))
-    for field, group, _, role in roles_of(groups):
+    for field, group, name, role in roles_of(groups):
+        if name == "reference" and take_turns:
+            continue
         if role.offload and len(group.roles) == 1 and not engines & set(parse_devices(group.devices)):
             rule = "has an effect where another role or an engine has the same devices"
             yield f"{field}.offload", rule, "set it to false"

@@ -61,7 +61,8 @@ def kept_tokens_need_a_bound(algo: Algo | None, rollout: Rollout) -> Iterator[Br
 def drafts_are_checked(rollout: Rollout) -> Iterator[Broken]:
     """vLLM (0.32) checks drafts by temperature, top-p and top-k."""
     if rollout.speculative and rollout.min_p > 0:
-        yield "rollout.speculative", "0 with rollout.min_p, which vLLM does not check drafts by", "set it to 0"
+        rule = "0 with rollout.min_p, which vLLM does not check drafts by"
+        yield "rollout.speculative", rule, "set it to 0"
 
 
 def divergences_are_of_all_tokens(algo: Algo, rollout: Rollout) -> Iterator[Broken]:

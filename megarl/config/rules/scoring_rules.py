@@ -47,7 +47,7 @@ def scores_have_a_source(
 ) -> Iterator[Broken]:
     """A reward model, a function or the environment scores, with a weight that is not 0; a teacher needs none."""
     weights = score_weights(groups, reward, environment)
-    if not weights and reference.path is not None and algo.kl.coef > 0:
+    if not weights and reference.directories and algo.kl.coef > 0:
         yield from _nothing_reads_scores(algo, reward, data, environment)
     elif not weights:
         others = "reward.judge_model or an environment other than " + " and ".join(_WITHOUT_REWARD)
@@ -67,7 +67,7 @@ def _nothing_reads_scores(
     algo: Algo, reward: Reward, data: PromptData, environment: EnvironmentSettings | None
 ) -> Iterator[Broken]:
     """Without scores the reference teaches alone: advantages are of its penalty, and nothing reads scores."""
-    where = "where nothing scores, and reference.path is the teacher"
+    where = "where nothing scores, and a teacher alone teaches"
     otherwise = "or give reward.functions"
     of_penalties = algo.from_token_rewards and algo.kl.placement == "reward"
     if algo.advantage.name != "none" and not of_penalties:

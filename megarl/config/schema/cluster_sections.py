@@ -161,8 +161,8 @@ class Rollout(Section):
     top_k that is the bound."""
     speculative: Annotated[int, Field(ge=0, le=32)] = 0
     """Tokens that a step of an engine drafts for each response, from what followed its last tokens
-    where they occurred before, in prompt or response, and checks at once; 0 drafts none. Faster for texts that
-    repeat and few responses at once; docs/metrics.md has what it changes."""
+    where they occurred before, and checks at once; 0 drafts none. Faster where few responses at once
+    repeat their prompt or themselves; docs/metrics.md has what it changes."""
     min_new_tokens: Natural = 0
     """Least number of tokens of a response: no end token is sampled before. 0 in stage ppo."""
     max_new_tokens: Count
@@ -230,7 +230,7 @@ class Rollout(Section):
 
     @property
     def positions(self) -> int:
-        """The most positions of a sequence: of its tokens, one that vLLM generates when it scores, and drafts.
+        """The most positions of a sequence: its tokens, one that scoring generates, and drafts.
 
         Where a sequence and its drafts have no room for other drafts, vLLM (0.32) drafts zeros for
         the whole batch: samples would depend on others.

@@ -123,6 +123,16 @@ class RunConfig(Section):
             return section.path
         return None
 
+    @property
+    def teachers(self) -> Mapping[str, str]:
+        """The directories of several teachers by name, all of the role reference; none for one."""
+        return {}
+
+    @property
+    def teacher_column(self) -> str:
+        """The column of a prompt's row with the name of its teacher."""
+        raise NotImplementedError
+
     def new_head(self, role: RoleName) -> NewHead | None:
         """Returns the new head of a role; None if its checkpoint has the head."""
         return None

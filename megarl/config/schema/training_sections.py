@@ -314,6 +314,18 @@ class Reference(Section):
     path: str | None = None
     """Hugging Face directory of a teacher, of any size, with the model's tokenizer; null takes the
     initial model."""
+    teachers: Mapping[str, str] = {}
+    """Several teachers in place of one: directories by name, such as {math: models/math}."""
+    column: str | None = None
+    """Column of the prompts' rows with the name of the teacher of each."""
+
+    @property
+    def directories(self) -> Mapping[str, str]:
+        """The directory of each teacher by its field; none with the initial model."""
+        fields = {f"reference.teachers.{name}": path for name, path in self.teachers.items()}
+        if self.path is not None:
+            fields["reference.path"] = self.path
+        return fields
 
 
 class DirectReference(Section):

@@ -64,6 +64,15 @@ class PPOConfig(RolloutTrainingConfig):
         return None
 
     @property
+    def teachers(self) -> Mapping[str, str]:
+        return self.reference.teachers
+
+    @property
+    def teacher_column(self) -> str:
+        assert self.reference.column is not None, "a rule wants it with teachers"
+        return self.reference.column
+
+    @property
     def critic_warmup_steps(self) -> int:
         """First steps of the run, in which the critic alone is trained."""
         return 0 if self.critic is None else self.critic.warmup_steps
@@ -171,7 +180,10 @@ class PPOConfig(RolloutTrainingConfig):
         if self.reward.shuffle:
             scores += ", shuffled"
         yield "scores", scores
-        if self.reference.path is not None:
+        if self.teachers:
+            named = [f"{name}: {path}" for name, path in self.teachers.items()]
+            yield "reference", f"by {self.teacher_column}, {', '.join(named)}"
+        elif self.reference.path is not None:
             yield "reference", self.reference.path
         yield "algo", section_text(self.algo)
         if self.algo.has_logprob_pass or self.algo.old_logprobs_from_update:

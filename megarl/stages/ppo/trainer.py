@@ -58,7 +58,11 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
     ) -> None:
         algo = config.algo
         super().__init__(config, session, model_dir, data, phase, algo.scores.truncate_at)
-        self._forward_passes = ForwardPasses(config, algo, self.roles)
+        teachers: dict[str, str] = {}
+        if config.teachers:
+            for prompt in data.rows["data.prompts"]:
+                teachers[prompt.prompt_id] = prompt.fields[config.teacher_column]
+        self._forward_passes = ForwardPasses(config, algo, self.roles, teachers)
         keep = None
         begin_forwards = self._forward_passes.begin
         if algo.filter is not None:
@@ -175,7 +179,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             seconds = 0.0
             for part in parts:
                 seconds += await part.longest()
-            self._meter.add(name, ROLES[name], samples, seconds)
+            self._meter.add(name, ROLES[name], self._forward_passes.read_by(name, samples), seconds)
             timings[f"time/{name}"] = seconds
         found = dict(report.metrics)
         if not self._config.has_scores:
