@@ -33,7 +33,7 @@ SHORT_STAGES: Final = (
 """Algorithms as stages: `stage: grpo` is `stage: ppo` with the settings that make the algorithm."""
 _DEFINING: Final = ("advantage", "normalise", "policy_loss", "aggregation", "filter", "select")
 _MAPPING = "the file must hold keys and values"
-FREE = frozenset({"args", "chat_template_kwargs", "columns", "config", "limits"})
+FREE = frozenset({"args", "chat_template_kwargs", "columns", "config", "limits", "teachers"})
 """Keys of mappings that are no sections: ``name`` is no choice there."""
 _Section = dict[str, Any]
 _KEY_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")

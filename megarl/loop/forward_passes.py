@@ -33,7 +33,7 @@ class ForwardPasses:
     or its pass would delay the actor's sync.
 
     Args:
-        teachers: name of the teacher of each prompt, where there are several, by the prompt's id.
+        teachers: name of the teacher of each prompt by its id; None where there are not several.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class ForwardPasses:
         config: RolloutTrainingConfig,
         algo: Algo,
         roles: Mapping[RoleName, RemoteRole],
-        teachers: Mapping[str, str],
+        teachers: Mapping[str, str] | None = None,
     ) -> None:
-        self._teachers = teachers
+        self._teachers = teachers or {}
         self._config = config
         self._parts = config.rollout.inference_parts if algo.filter is None else 1
         self._roles = {name: roles[role] for name, role in ROLES.items() if role in roles}

@@ -301,10 +301,9 @@ class ModelEngine:
 def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) -> ModelEngine:
     """Builds a role on this rank and reads its weights; ``model_dir`` is the run's model."""
     directory = spec.checkpoint or model_dir
-    stored = model_spec(read_config(directory))
-    model = stored
+    model = model_spec(read_config(directory))
     if spec.name == "reference":
-        model = stored.with_rows_of(model_spec(read_config(model_dir)))
+        model = model.with_rows_of(model_spec(read_config(model_dir)))
     training = spec.training
     engine = ModelEngine(
         spec.name,
@@ -320,7 +319,7 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
         frozen=spec.is_frozen,
     )
     new_head = spec.new_head
-    manifest = stored.manifest(engine.head, new_head=new_head is not None)
+    manifest = model.manifest(engine.head, new_head=new_head is not None)
     tensors = load_shard(engine.shard_map, directory, manifest)
     for parameter in engine.shard_map.params.keys() - tensors.keys():
         assert new_head is not None, f"{spec.name}: {parameter} was not read"

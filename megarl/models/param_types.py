@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -263,6 +263,7 @@ class RowParallel:
 
 def canonical_shapes(param_types: Iterable[ParamType], dims: Dims) -> dict[str, Shape]:
     """Returns the shapes of canonical tensors: module by module, each in the order of its first tensor."""
+    dims = replace(dims, rows=None)
     modules: dict[str, dict[str, Shape]] = defaultdict(dict)
     for param_type in param_types:
         for stack in param_type.stacks("megatron", dims, ShardCoords()):

@@ -10,8 +10,8 @@ from vllm.v1.sample import rejection_sampler
 def mend_draft_checks(config: VllmConfig) -> None:
     """Gives every draft the temperature and top-p of its request.
 
-    vLLM's kernel for a CPU (0.32) copies numbers of type int64 alone: those of other types go into
-    a copy, which nobody reads.
+    vLLM's kernel for a CPU copies numbers of type int64 alone: those of other types go into a copy,
+    which nobody reads (utils/cpu_triton_utils.py, _expand_kernel_impl, 0.32).
     """
     if config.speculative_config is not None and config.device_config.device_type == "cpu":
         rejection_sampler.expand_batch_to_tokens = expand_to_drafts

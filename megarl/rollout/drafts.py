@@ -18,19 +18,20 @@ _LONGEST = 4
 _SHORTEST = 2
 
 
-def draft_settings(count: int) -> dict[str, Any]:
+def draft_settings(count: int, device: str) -> dict[str, Any]:
     """Returns settings of vLLM's for this many drafts in a step; none for 0.
 
-    Batches under way at once would let a request draft from tokens that it does not have yet.
+    Where a prompt but for its last token is cached, vLLM (0.32) gives its first step drafts of -1,
+    unless the number of drafts follows a schedule. On a CPU they take random numbers, so that
+    samples would depend on the cache, and read memory beside the probabilities.
     """
     if count == 0:
         return {}
-    lookup = {"prompt_lookup_min": _SHORTEST, "prompt_lookup_max": _LONGEST}
-    return {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": count, **lookup},
-        "per_request_spec_decode_metrics": "summary",
-        "async_scheduling": False,
-    }
+    drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": count}
+    drafts |= {"prompt_lookup_min": _SHORTEST, "prompt_lookup_max": _LONGEST}
+    if device == "cpu":
+        drafts["num_speculative_tokens_per_batch_size"] = [(1, 1, count)]  # and for larger ones
+    return {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
 
 
 @dataclass(kw_only=True)
@@ -47,14 +48,20 @@ class DraftCounts:
         self.sampled += other.sampled
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "rollout/draft_acceptance": self.accepted / max(self.drafted, 1),
-            "rollout/draft_share": self.accepted / max(self.sampled, 1),
-        }
+        """Returns the metrics of which there is anything to divide by."""
+        metrics: dict[str, float] = {}
+        if self.drafted:
+            metrics["rollout/draft_acceptance"] = self.accepted / self.drafted
+        if self.sampled:
+            metrics["rollout/draft_share"] = self.accepted / self.sampled
+        return metrics
 
 
 def draft_counts(completion: CompletionOutput) -> DraftCounts:
-    """Returns the counts of a response."""
+    """Returns the counts of a response.
+
+    vLLM also counts drafts that it accepts after the end; the first token is none.
+    """
     found = completion.spec_decode_metrics
     sampled = len(completion.token_ids)
     if found is None:
@@ -62,4 +69,4 @@ def draft_counts(completion: CompletionOutput) -> DraftCounts:
     accepted = 0
     for tokens, steps in enumerate(found.histogram):
         accepted += tokens * steps
-    return DraftCounts(drafted=found.num_draft_tokens, accepted=accepted, sampled=sampled)
+    return DraftCounts(drafted=found.num_draft_tokens, accepted=min(accepted, sampled - 1), sampled=sampled)

@@ -159,6 +159,7 @@ class RolloutEngine:
             distributed_executor_backend="uni" if tp == 1 else "mp",
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             enforce_eager=cpu or self._rollout.enforce_eager,
+            async_scheduling=False if self._inflight else None,  # no batch is under way when the weights change
             enable_chunked_prefill=False if cpu else None,  # vLLM (0.32) cannot step a CPU's seeded generator back
             enable_sleep_mode=self._rollout.sleep and not cpu,  # on a CPU vLLM sleeps without it, and frees nothing
             max_model_len=self._rollout.positions,
@@ -172,10 +173,8 @@ class RolloutEngine:
             generation_config="vllm",
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            **draft_settings(self._rollout.speculative),
+            **draft_settings(self._rollout.speculative, options.device),
         )
-        if self._inflight:
-            arguments.async_scheduling = False  # no batch is under way when the weights change
         # Its worker and the model's modules are imported.
         with importing_vllm(options.device), temporary_files_in(self._scratch.name):
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches

@@ -65,7 +65,7 @@ class EngineRankMemory:
             sizes.append(math.prod(info.shape) * (1 if is_quantized else item))
         weights = sum(sizes)
         tokens, responses = _TOKENS[device]
-        scored = responses * (1 + rollout.speculative)
+        scored = min(tokens, responses * (1 + rollout.speculative))
         # Of an MLP on a CPU: gate and up, the gate's SiLU, the product; residual, norm, input, output.
         batch = tokens * item * 4 * (dims.hidden + dims.ffn // rollout.tp)
         if device == "cuda":
@@ -73,6 +73,8 @@ class EngineRankMemory:
             # Of each token of the vocabulary, each response's count, and whether its prompt has it (PenaltiesState,
             # 0.32): outside of the pools that sleep frees.
             counts = responses * (4 * dims.vocab + dims.vocab // 8)
+            if rollout.speculative:
+                counts += 4 * responses * rollout.positions  # the tokens, from which drafts are looked up
             kept = counts + WORKSPACE + (0 if rollout.enforce_eager else _GRAPHS)
             work = batch + 8 * scored * dims.vocab  # logits
         else:
@@ -82,8 +84,10 @@ class EngineRankMemory:
             # the embeddings of a batch (GPUModelRunner.inputs_embeds).
             rows = dims.padded_vocab("vllm", rollout.tp) // rollout.tp + tokens
             kept = rows * dims.hidden * item
-            # Logits and log-probabilities; for top-p, logits, sorted ones, int64 indices, sums and a mask.
-            logits = (8 if rollout.top_p == 1 else 21) * scored * dims.vocab
+            # Logits and log-probabilities; for top-p, logits, sorted ones, int64 indices, sums and a mask; with
+            # drafts, a peak of 21.8 and 22.4 bytes was measured.
+            of_each = 8 if rollout.top_p == 1 else 21
+            logits = (23 if rollout.speculative else of_each) * scored * dims.vocab
             work = max(batch, logits)
         if rollout.gpu_memory_fraction is not None:
             total = int(rollout.gpu_memory_fraction * device_memory())

@@ -109,7 +109,9 @@ def test_the_last_stage_reports_the_chunks_of_its_replica() -> None:
     def rows(*chunks: int) -> tuple[PackRow, ...]:
         return tuple(PackRow(chunk=chunk, row=0, prompt_tokens=1, response_tokens=1) for chunk in chunks)
 
-    rank = partial(RankSchedule, pack_tokens=4, total_rows=4, total_sequences=4, total_response_tokens=4)
+    rank = partial(
+        RankSchedule, teachers=("",), pack_tokens=4, total_rows=4, total_sequences=4, total_response_tokens=4
+    )
     schedule = Schedule(ranks=(rank(packs=(rows(3, 0), rows(0))), rank(packs=(rows(2), ()))))
     layout = Layout(tp=2, dp=2, pp=2)  # ranks 4 and 5: replica 0's last stage; 6 and 7: replica 1's
     ranks: Any = Ranks()

@@ -41,6 +41,7 @@ ALGORITHMS: Cases = {
     ],
     rollout_rules.drafts_are_checked: [
         (["rollout={speculative: 4, min_p: 0.1}"], "rollout.speculative", "0 with rollout.min_p"),
+        (["rollout={speculative: 4, min_new_tokens: 2}"], "rollout.speculative", "0 with rollout.min_new_tokens"),
     ],
     rollout_rules.divergences_are_of_all_tokens: [
         ([*GRPO, "algo.kl={in: loss, estimator: full, coef: 0.1}", "rollout.top_p=0.9"], "1.0 with algo.kl.estimator"),

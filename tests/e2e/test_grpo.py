@@ -48,9 +48,10 @@ def test_trainers_normalize_over_the_tokens_that_were_kept(tmp_path: Path, setti
 @pytest.mark.matrix
 def test_drafted_tokens_have_the_log_probabilities_of_the_trainers(tmp_path: Path) -> None:
     run(tmp_path, "rollout.speculative=3", "rollout.top_p=0.8", "rollout.max_model_len=60").assert_succeeded()
-    for line in lines(tmp_path / "metrics.jsonl"):
+    steps = lines(tmp_path / "metrics.jsonl")
+    for line in steps:
         assert line["rollout_corr/mult_prob_error"] < 1 + 1e-5, "the mean of exp(abs(d))"
-        assert 0 <= line["rollout/draft_share"] <= line["rollout/draft_acceptance"] <= 1
+    assert max(line["rollout/draft_share"] for line in steps) > 0
 
 
 def scored_lengths(recorded: Path, step: int) -> tuple[list[int], int]:

@@ -92,6 +92,39 @@ def test_answers_do_not_depend_on_others_also_where_they_end(engine: Engine) -> 
         np.testing.assert_allclose(alone.rollout_logprobs[0], together.rollout_logprobs[row], atol=1e-5)
 
 
+def test_a_prompt_in_the_cache_gets_the_same_answers(engine: Engine) -> None:
+    """Of 33 tokens, all but the last are a block of the cache."""
+    asked = repetitive(4, 33)
+    first = engine.sample(asked, temperature=0.9)
+    again = engine.sample(asked, temperature=0.9)
+    np.testing.assert_array_equal(first.response_ids.values, again.response_ids.values)
+
+
+def test_a_response_ends_within_a_batch_of_drafts(engine: Engine) -> None:
+    asked = [replace(request, temperature=0.0) for request in repetitive(6)]
+    whole = engine.sample(asked, ignore_eos=True)
+    end = int(whole.response_ids[0][9])
+    engine.take_drafts()
+    ended = engine.sample(asked, ignore_eos=True, stop_token_ids=(end,))
+    for row, response in enumerate(ended.response_ids):
+        longest = whole.response_ids[row].tolist()
+        expected = longest[: longest.index(end) + 1] if end in longest else longest
+        assert response.tolist() == expected
+    counts = engine.take_drafts()
+    assert counts.accepted <= counts.sampled - len(asked), "first tokens are no drafts"
+
+
+@pytest.mark.matrix
+def test_drafts_are_checked_on_every_rank(models: Mapping[str, Path], tmp_path: Path) -> None:
+    process = EngineProcess(tmp_path)
+    fields = {"temperature": 0.4, "top_p": 0.8, "top_k": 30}
+    start(process, models["qwen2"], tp=2, weights="files", kept_max=USED_VOCAB, **{**SETTINGS, **fields})
+    _, (chunk,) = process.apply(in_process.generate, repetitive(8), [8])
+    check_kept(chunk, models["qwen2"], USED_VOCAB, **fields)
+    assert process.call("take_drafts").accepted > 0
+    process.close()
+
+
 def test_recorded_sets_and_log_probabilities_are_of_the_model(engine: Engine) -> None:
     engine.take_drafts()
     fields = {"temperature": 0.4, "top_p": 0.8, "top_k": 30}

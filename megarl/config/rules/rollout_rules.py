@@ -59,10 +59,14 @@ def kept_tokens_need_a_bound(algo: Algo | None, rollout: Rollout) -> Iterator[Br
 
 
 def drafts_are_checked(rollout: Rollout) -> Iterator[Broken]:
-    """vLLM (0.32) checks drafts by temperature, top-p and top-k."""
-    if rollout.speculative and rollout.min_p > 0:
-        rule = "0 with rollout.min_p, which vLLM does not check drafts by"
-        yield "rollout.speculative", rule, "set it to 0"
+    """vLLM (0.32) checks drafts by temperature, top-p and top-k.
+
+    A token after accepted drafts would be kept from ending a response by the length before them.
+    """
+    for name in ("min_p", "min_new_tokens"):
+        if rollout.speculative and getattr(rollout, name) > 0:
+            rule = f"0 with rollout.{name}, by which vLLM does not check drafts right"
+            yield "rollout.speculative", rule, "set it to 0"
 
 
 def divergences_are_of_all_tokens(algo: Algo, rollout: Rollout) -> Iterator[Broken]:

@@ -159,10 +159,10 @@ class Rollout(Section):
     """In stage ppo with top_p or min_p, the most tokens from which one may be sampled to be learned
     from: engines record them, and the trainers' log-probabilities are normalized over them. With
     top_k that is the bound."""
-    speculative: Annotated[int, Field(ge=0, le=32)] = 0
-    """Tokens that a step of an engine drafts for each response, from what followed its last tokens
-    where they occurred before, and checks at once; 0 drafts none. Faster where few responses at once
-    repeat their prompt or themselves; docs/metrics.md has what it changes."""
+    speculative: Annotated[int, Field(ge=0, le=15)] = 0
+    """Draft up to this many tokens per response and step: those that followed its last tokens where
+    these occurred before. 0 drafts none. Faster where few responses at once repeat their prompt or
+    themselves; docs/metrics.md has what it changes."""
     min_new_tokens: Natural = 0
     """Least number of tokens of a response: no end token is sampled before. 0 in stage ppo."""
     max_new_tokens: Count

@@ -58,6 +58,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "look at", trouble
     if replaced := status.metrics.get("rollout/engines_replaced"):
         yield "look at", f"{counted(replaced, 'engine')} replaced in this attempt, because they died or hung"
+    if share := status.metrics.get("rollout/draft_share"):
+        yield "drafts", f"{share:.0%} of the sampled tokens"
     label = "checkpoints"
     for saved in status.checkpoints:
         yield label, f"step {saved.step} ({format_bytes(saved.nbytes)})"

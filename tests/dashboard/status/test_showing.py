@@ -92,9 +92,10 @@ def test_a_standalone_evaluation_has_no_steps(tmp_path: Path) -> None:
     assert row(run, "step") == ""
 
 
-def test_replaced_engines_are_named(run: MadeRun) -> None:
-    run.step(48, 60, rollout__engines_replaced=2)
+def test_replaced_engines_and_drafts_are_named(run: MadeRun) -> None:
+    run.step(48, 60, rollout__engines_replaced=2, rollout__draft_share=0.25)
     assert "2 engines replaced" in row(run, "look at")
+    assert row(run, "drafts") == "25% of the sampled tokens"
 
 
 def test_the_error_of_the_attempt_before_is_shown(run: MadeRun) -> None:
