@@ -74,7 +74,7 @@ class ForwardPasses:
         """Starts a pass of the actor over a step."""
         return self._call("logprobs", rollouts)
 
-    def read_by(self, name: str, samples: Sequence[SampleInfo]) -> Sequence[SampleInfo]:
+    def with_teachers(self, name: str, samples: Sequence[SampleInfo]) -> Sequence[SampleInfo]:
         """Returns the samples as a pass reads them: that of the reference with their teachers."""
         if name != "ref" or not self._teachers:
             return samples
@@ -84,7 +84,7 @@ class ForwardPasses:
         role = self._roles[name]
         budget = self._config.role(role.name).tokens_per_micro_batch
         request = ForwardRequest(
-            schedule=inference_schedule(self.read_by(name, rollouts.samples), role.layout, budget),
+            schedule=inference_schedule(self.with_teachers(name, rollouts.samples), role.layout, budget),
             chunks=rollouts.chunks,
             temperature=self._config.rollout.temperature,
         )

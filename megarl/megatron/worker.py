@@ -139,10 +139,10 @@ class MegatronWorker:
         schedule = request.schedule
         packs = list(zip(schedule.teachers, schedule.packs, strict=True))
         parts: list[FloatArray] = []
-        for teacher, taught in itertools.groupby(packs, key=lambda pack: pack[0]):
-            part = replace(schedule, packs=tuple(pack for _, pack in taught))
-            reader = teacher_key(teacher) if teacher else role
-            engine = self._offloader.onload(reader, weights_only=True)
+        for teacher, its_packs in itertools.groupby(packs, key=lambda pack: pack[0]):
+            part = replace(schedule, packs=tuple(pack for _, pack in its_packs))
+            key = teacher_key(teacher) if teacher else role
+            engine = self._offloader.onload(key, weights_only=True)
             flat = engine.flat_logprobs(part, request.chunks, request.temperature)
             if flat is not None:
                 parts.append(flat)

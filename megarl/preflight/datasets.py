@@ -127,7 +127,7 @@ def prompt_sets(config: SamplingConfig, reader: DataReader) -> Sets:
     if data is not None and data.prompts is not None:
         needed = ("data.prompts_per_step", data.prompts_per_step)
         reader.read(load, "data.prompts", data.prompts, room, at_least=needed)
-        reader.problems += _untaught(config, reader.rows["data.prompts"])
+        reader.problems += _missing_teachers(config, reader.rows["data.prompts"])
     elif data is not None and data.random is not None and data.random.min_tokens <= data.random.max_tokens:
         reader.rows["data.prompts"] = random_prompts(**data.random.model_dump(), vocab_size=reader.vocab_size)
     elif data is not None and data.tasks is not None:
@@ -146,14 +146,14 @@ def prompt_sets(config: SamplingConfig, reader: DataReader) -> Sets:
     return reader.sets()
 
 
-def _untaught(config: SamplingConfig, prompts: Sequence[Prompt]) -> Iterator[Problem]:
+def _missing_teachers(config: SamplingConfig, prompts: Sequence[Prompt]) -> Iterator[Problem]:
     """Every prompt has one of several teachers."""
     if not config.teachers:
         return
     column = config.teacher_column
     for prompt in prompts:
         found = prompt.fields.get(column)
-        if found not in config.teachers:
+        if not isinstance(found, str) or found not in config.teachers:
             names = ", ".join(config.teachers)
             rule = f"a column of every row with one of {names}; prompt {prompt.prompt_id} has {found!r}"
             yield Problem("reference.column", column, rule, "correct the rows, or name the teacher")

@@ -61,7 +61,8 @@ def _directories(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
         placed.update(group.roles)
     for role in sorted(placed.difference(config.saved)):
         if role == "reference" and config.teachers:
-            yield from ((field, Path(path)) for field, path in config.teachers.items())
+            for teacher, path in config.teachers.items():
+                yield f"reference.teachers.{teacher}", Path(path)
             continue
         checkpoint = config.role_checkpoint(role)
         if checkpoint is not None:

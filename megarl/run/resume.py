@@ -19,7 +19,6 @@ CHOOSE_ANOTHER: Final = "choose another run.dir"
 _WEIGHTS = "the checkpoints have its weights"
 _STREAM = "the checkpoints have the position in this data"
 _HEAD = "another one changes the meaning of its scores"
-_TEACHER = "the run learns from it"
 _DATA = ("prompts", "random", "train", "chat_template", "max_tokens", "too_long", "empty", "equal")
 
 FIXED: Final[Mapping[str, str]] = {
@@ -29,7 +28,7 @@ FIXED: Final[Mapping[str, str]] = {
     **{f"critic.{field}": _WEIGHTS for field in ("path", "head", "head_std", "head_seed")},
     "critic.value_norm": "the critic's values are scaled by its moments, which are in the checkpoints",
     **{f"reward.{field}": _HEAD for field in ("path", "head_std", "head_seed")},
-    **dict.fromkeys(("reference.path", "reference.teachers", "reference.column"), _TEACHER),
+    **{f"reference.{field}": "the run learns from it" for field in ("path", "teachers", "column")},
     "normalisation.before": "it scales the head before the first step",
     "actor.ema": "the checkpoints have the moving average",
     "algo.kl": "the checkpoints have the state of its controller, and of a reference that follows the actor",
@@ -182,5 +181,5 @@ def _differences(field: str, kept: Any, given: Any) -> Iterator[tuple[str, str, 
         after = cast(Mapping[str, Any], given)
         for key in sorted(before.keys() | after.keys()):
             yield from _differences(f"{field}.{key}", before.get(key), after.get(key))
-    elif kept != given:
+    elif kept != given and not (kept is None and given == {}):
         yield field, shown(kept), shown(given)

@@ -271,7 +271,7 @@ def test_several_teachers_are_told_by_a_column_of_the_prompts(tmp_path: Path) ->
     both = refused(*TAUGHT, *prompts, teachers, column, f"reference.path={paths['math']}")
     assert "null with reference.teachers" in both["reference.path"]
     rows = ["data.prompts=null", "data.random={count: 8, min_tokens: 2, max_tokens: 4}"]
-    assert "none without data.prompts" in refused(*TAUGHT, *rows, teachers, column)["reference.teachers"]
+    assert "needs data.prompts" in refused(*TAUGHT, *rows, teachers, column)["reference.teachers"]
     whole = ["algo.advantage=none", "algo.kl={in: loss, estimator: full, coef: 1.0}"]
     assert "whose update has one teacher" in refused(*TAUGHT, *whole, *prompts, teachers, column)["reference.teachers"]
     missing = refused(*TAUGHT, *prompts, f"reference.teachers={{math: {tmp_path}/nothing}}", column)

@@ -37,7 +37,9 @@ TEACHERS: dict[str, dict[str, Any]] = {
 }
 SEVERAL = [
     "reference={{path: null, column: kind, teachers: {{words: {directory}/words, sums: {directory}/sums}}}}",
-    "groups.teacher.roles.reference={{tp: 1, tokens_per_micro_batch: 64, offload: true}}",
+    "cluster={{devices_per_node: 6}}",
+    "groups.teacher.devices=2-5",
+    "groups.teacher.roles.reference={{tp: 1, pp: 2, tokens_per_micro_batch: 64, offload: true}}",
     "data.prompts={directory}/prompts.jsonl",
     "run.steps=2",
 ]
@@ -82,7 +84,7 @@ def test_a_student_is_rewarded_by_a_teacher_of_another_size_and_vocabulary(tmp_p
 
 
 def test_each_prompt_has_its_own_teacher(tmp_path: Path) -> None:
-    """Two replicas; the teachers take turns on their devices."""
+    """Two replicas of two stages; the teachers take turns on their devices."""
     for name, sizes in TEACHERS.items():
         save_model(tmp_path / name, eos_token_id=0, **sizes)
     rows = lines(ROOT / "configs/debug/data/prompts.jsonl")
@@ -102,6 +104,8 @@ def test_each_prompt_has_its_own_teacher(tmp_path: Path) -> None:
         under_teacher = teacher_logprobs(tmp_path / kind, *ids)
         np.testing.assert_allclose(sample["tokens"]["ref_logprobs"], under_teacher, rtol=5e-6, atol=2e-5)
     assert seen == set(TEACHERS)
+    plan = run_to_end(["plan", "memory", str(config), *overrides, f"run.dir={tmp_path}/other"])
+    assert "reference.sums" in plan.output
     wrong = run_to_end(["plan", str(config), *overrides, f"data.prompts={ROOT}/configs/debug/data/prompts.jsonl"])
     assert wrong.status == 2
     assert "a column of every row with one of words, sums; prompt 1 has None" in wrong.errors

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megarl.config import ConfigError, RunConfig, load
 from megarl.run.directory import RunDirectory
@@ -109,6 +110,14 @@ def test_settings_that_do_not_affect_the_checkpoint_may_change(run: Path) -> Non
         assert directory.latest is not None
     assert load(run / "config.yaml") == config
     assert (run / "config.until-step-6.yaml").read_text() == old
+
+
+def test_a_run_from_before_a_mapping_existed_resumes(run: Path) -> None:
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    assert settings["reference"].pop("teachers") == {}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    with closing(RunDirectory(debug(run))) as directory:
+        assert directory.latest is not None
 
 
 REFUSED = {

@@ -44,6 +44,15 @@ def exchange(file: Path) -> None:
     save_file({file.stem if file.stem in "ab" else "w": np.ones(8, np.float32)}, file)
 
 
+def test_teachers_are_compared_by_their_fields(config: TrainingConfig, tmp_path: Path) -> None:
+    teachers = json.dumps({"math": str(tmp_path / "reward"), "code": str(tmp_path / "model")})
+    prompts = ["data.random=null", "data.prompts=configs/debug/data/prompts.jsonl"]
+    taught = debug(*prompts, f"reference={{column: kind, teachers: {teachers}}}")
+    kept = digest_frozen_weights(taught)
+    exchange(tmp_path / "reward" / "model.safetensors")
+    assert [*changed_files(kept, digest_frozen_weights(taught))] == ["reference.teachers.math"]
+
+
 @pytest.mark.parametrize(
     ("file", "field"),
     [

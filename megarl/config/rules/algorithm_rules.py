@@ -158,7 +158,7 @@ def teachers_stay(algo: Algo, reference: Reference, groups: Groups) -> Iterator[
 
 
 def teachers_have_a_column(algo: Algo, reference: Reference, data: PromptData) -> Iterator[Broken]:
-    """Each prompt has one of several teachers, which compares sampled tokens."""
+    """Several teachers need a column that names each prompt's, and no divergence of distributions."""
     if not reference.teachers:
         if reference.column is not None:
             rule = "has an effect with reference.teachers alone"
@@ -170,7 +170,7 @@ def teachers_have_a_column(algo: Algo, reference: Reference, data: PromptData) -
         rule = "the column of a row with its teacher's name, with reference.teachers"
         yield "reference.column", rule, "name it"
     if data.prompts is None:
-        rule = "none without data.prompts, whose rows name them"
+        rule = "needs data.prompts, whose rows name the teachers"
         yield "reference.teachers", rule, "give data.prompts, or one teacher as reference.path"
     if algo.kl.reads_distributions:
         rule = "none with algo.kl.estimator = full, whose update has one teacher"

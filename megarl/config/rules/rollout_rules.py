@@ -65,7 +65,7 @@ def drafts_are_checked(rollout: Rollout) -> Iterator[Broken]:
     """
     for name in ("min_p", "min_new_tokens"):
         if rollout.speculative and getattr(rollout, name) > 0:
-            rule = f"0 with rollout.{name}, by which vLLM does not check drafts right"
+            rule = f"0 with rollout.{name}, by which vLLM does not check drafts correctly"
             yield "rollout.speculative", rule, "set it to 0"
 
 

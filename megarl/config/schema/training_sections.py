@@ -6,15 +6,16 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from megarl.algos import registry
 from megarl.bounds import Count, Decay, Natural, NotNegative, Positive, Seed
-from megarl.config.schema.base import Section
+from megarl.config.schema.base import Section, without_removed
 from megarl.config.schema.choices import Choice, CustomFunction, OneOf
 from megarl.config.schema.cluster_sections import Rollout
 from megarl.config.schema.inputs import LossOn, Source
 
+_TeacherName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$")]
 _CLOCK = re.compile(r"(?:(\d+):)?([0-5]?\d):([0-5]\d)")
 
 
@@ -314,7 +315,7 @@ class Reference(Section):
     path: str | None = None
     """Hugging Face directory of a teacher, of any size, with the model's tokenizer; null takes the
     initial model."""
-    teachers: Mapping[str, str] = {}
+    teachers: Annotated[Mapping[_TeacherName, str], BeforeValidator(without_removed)] = {}
     """Several teachers in place of one: directories by name, such as {math: models/math}."""
     column: str | None = None
     """Column of the prompts' rows with the name of the teacher of each."""

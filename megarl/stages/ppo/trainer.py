@@ -179,7 +179,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             seconds = 0.0
             for part in parts:
                 seconds += await part.longest()
-            self._meter.add(name, ROLES[name], self._forward_passes.read_by(name, samples), seconds)
+            self._meter.add(name, ROLES[name], self._forward_passes.with_teachers(name, samples), seconds)
             timings[f"time/{name}"] = seconds
         found = dict(report.metrics)
         if not self._config.has_scores:
