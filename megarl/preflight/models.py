@@ -93,6 +93,8 @@ def _role_checkpoints(config: RunConfig) -> dict[str, tuple[RoleName, str]]:
                 paths[f"{role}.path"] = role, path
     for teacher, path in config.teachers.items():
         paths[f"reference.teachers.{teacher}"] = "reference", path
+    if config.engine_settings is not None and config.engine_settings.draft_model is not None:
+        paths["rollout.draft_model"] = "reference", config.engine_settings.draft_model
     return paths
 
 
@@ -199,8 +201,13 @@ def _layouts(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Prob
                     fix = "set it to true, or tp to 1"
                     yield Problem(f"{field}.sequence_parallel", "False", rule, fix)
     rollout = config.engine_settings
-    if rollout is not None and "model" in specs:
-        yield from _fits("rollout.tp", partial(specs["model"].check_vllm, rollout.tp))
+    if rollout is not None:
+        for name in {"model", "rollout.draft_model"} & specs.keys():
+            yield from _fits("rollout.tp", partial(specs[name].check_vllm, rollout.tp))
+    sizes = [specs[name].dims.vocab for name in ("model", "rollout.draft_model") if name in specs]
+    if len(set(sizes)) > 1:
+        rule = f"a model of {sizes[0]} token ids, as the model that it drafts for; it has {sizes[1]}"
+        yield Problem("rollout.draft_model", str(rollout and rollout.draft_model), rule, "choose another")
 
 
 def _positions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Problem]:
@@ -219,13 +226,15 @@ def _positions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Pr
                 rule = f"at most the {spec.dims.positions} positions of the {name}"
                 yield Problem(field, str(length), rule, f"set it to {spec.dims.positions} or less")
     rollout = config.engine_settings
-    if rollout is not None and rollout.speculative and "model" in specs:
-        positions = specs["model"].dims.positions
-        room = max(0, positions - rollout.max_model_len) // 2
-        if room < rollout.speculative:
-            rule = f"max_model_len and twice the drafts are at most the {positions} positions of the model"
-            fix = f"set it to {room}, or lower rollout.max_model_len"
-            yield Problem("rollout.speculative", str(rollout.speculative), rule, fix)
+    if rollout is None or not rollout.speculative:
+        return
+    known = [specs[name].dims.positions for name in ("model", "rollout.draft_model") if name in specs]
+    positions = min(known, default=0)
+    room = max(0, positions - rollout.max_model_len) // 2
+    if known and room < rollout.speculative:
+        rule = f"max_model_len and twice the drafts are at most the {positions} positions of the model"
+        fix = f"set it to {room}, or lower rollout.max_model_len"
+        yield Problem("rollout.speculative", str(rollout.speculative), rule, fix)
 
 
 def _attention(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:

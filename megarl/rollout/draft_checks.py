@@ -1,10 +1,33 @@
-"""A mend of how vLLM checks drafts on a CPU; it runs in vLLM's workers."""
+"""How vLLM's workers load a draft model, and a mend of how they check drafts on a CPU."""
 
 from __future__ import annotations
 
-from torch import Tensor
-from vllm.config import VllmConfig
+from torch import Tensor, nn
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.sample import rejection_sampler
+
+from megarl.rollout.drafts import LOAD_FORMAT
+
+
+@register_model_loader(LOAD_FORMAT)
+class DraftLoader(BaseModelLoader):
+    """Loads one model from files, the draft model; any other gets its weights by a sync.
+
+    vLLM (0.32) loads a draft model as its target, whatever `draft_load_config` says.
+    """
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Does nothing: both are directories."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Loads the model if `model_loader_extra_config` has its directory as `loaded`."""
+        is_draft = model_config.model == self.load_config.model_loader_extra_config["loaded"]
+        loader = DefaultModelLoader if is_draft else DummyModelLoader
+        loader(LoadConfig()).load_weights(model, model_config)
 
 
 def mend_draft_checks(config: VllmConfig) -> None:

@@ -8,30 +8,46 @@ https://arxiv.org/abs/2211.17192).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
 
+    from megarl.config.schema import Rollout
+
 _LONGEST = 4
 """The most tokens that are looked up; what followed the longest of their ends is proposed."""
 _SHORTEST = 2
+LOAD_FORMAT: Final = "megarl_drafts"
+"""The name for vLLM of `draft_checks.DraftLoader`."""
 
 
-def draft_settings(count: int, device: str) -> dict[str, Any]:
-    """Returns settings of vLLM's for this many drafts in a step; none for 0.
+def draft_settings(rollout: Rollout, device: str, *, loads: bool) -> dict[str, Any]:
+    """Returns settings of vLLM's for drafts; none without them.
 
     Where a prompt but for its last token is cached, vLLM (0.32) gives its first step drafts of -1,
     unless the number of drafts follows a schedule. On a CPU they take random numbers, so that
     samples would depend on the cache, and read memory beside the probabilities.
+
+    Args:
+        loads: whether the engine loads its weights from files; else only a draft model does.
     """
+    count = rollout.speculative
     if count == 0:
         return {}
     drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": count}
-    drafts |= {"prompt_lookup_min": _SHORTEST, "prompt_lookup_max": _LONGEST}
+    settings = {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
     if device == "cpu":
         drafts["num_speculative_tokens_per_batch_size"] = [(1, 1, count)]  # and for larger ones
-    return {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
+    if rollout.draft_model is None:
+        drafts |= {"prompt_lookup_min": _SHORTEST, "prompt_lookup_max": _LONGEST}
+        return settings
+    drafts |= {"method": "draft_model", "model": rollout.draft_model}
+    drafts["draft_tensor_parallel_size"] = rollout.tp
+    if not loads:
+        settings["load_format"] = LOAD_FORMAT
+        settings["model_loader_extra_config"] = {"loaded": rollout.draft_model}
+    return settings
 
 
 @dataclass(kw_only=True)

@@ -153,7 +153,6 @@ class RolloutEngine:
             tokenizer=options.tokenizer,
             skip_tokenizer_init=not self._rollout.stop,
             dtype=cast(Any, self._spec.dtype),  # vLLM's "auto" serves float32 models in half precision
-            load_format="auto" if options.weights == "files" else "dummy",
             quantization=self._rollout.quantization,
             tensor_parallel_size=tp,
             distributed_executor_backend="uni" if tp == 1 else "mp",
@@ -173,7 +172,7 @@ class RolloutEngine:
             generation_config="vllm",
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            **draft_settings(self._rollout.speculative, options.device),
+            **self._load_settings(),
         )
         # Its worker and the model's modules are imported.
         with importing_vllm(options.device), temporary_files_in(self._scratch.name):
@@ -185,6 +184,12 @@ class RolloutEngine:
         if self._rollout.sleep:
             self._suspend()
         return self._llm.vllm_config.scheduler_config.max_num_seqs
+
+    def _load_settings(self) -> dict[str, Any]:
+        """Returns how vLLM gets weights and drafts."""
+        loads = self._options.weights == "files"
+        drafts = draft_settings(self._rollout, self._options.device, loads=loads)
+        return {"load_format": "auto" if loads else "dummy", **drafts}
 
     def shard_maps(self) -> list[ShardMap]:
         """Returns the shard map of each tensor-parallel rank, in vLLM's names."""

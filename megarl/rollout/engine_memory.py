@@ -10,7 +10,8 @@ from typing import Final
 
 from megarl.config.schema import Rollout
 from megarl.files import format_bytes
-from megarl.models import ModelSpec
+from megarl.models import ModelSpec, model_spec
+from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ITEM_BYTES
 
 _MIB = 1 << 20
@@ -55,15 +56,12 @@ class EngineRankMemory:
     @classmethod
     def of(cls, model: ModelSpec, rollout: Rollout, device: str, device_memory: Callable[[], int]) -> EngineRankMemory:
         """Returns the memory of an engine's ranks; `device_memory` is called only with a fraction of it."""
-        params = model.vllm_map(rollout.tp, 0).params
         dims = model.dims
         item = ITEM_BYTES[model.dtype]
-        sizes: list[int] = []
-        for name, info in params.items():
-            is_matrix = "layers." in name and len(info.shape) > 1
-            is_quantized = rollout.quantization is not None and is_matrix  # to FP8
-            sizes.append(math.prod(info.shape) * (1 if is_quantized else item))
+        sizes = _sizes(model, rollout.tp, quantized=rollout.quantization is not None)
         weights = sum(sizes)
+        if rollout.draft_model is not None:
+            weights += sum(_sizes(_draft_model(rollout.draft_model), rollout.tp))
         tokens, responses = _TOKENS[device]
         scored = min(tokens, responses * (1 + rollout.speculative))
         # Of an MLP on a CPU: gate and up, the gate's SiLU, the product; residual, norm, input, output.
@@ -99,6 +97,19 @@ class EngineRankMemory:
         return cls(weights=weights, cache=cache, kept=kept, repacked=repacked, work=work)
 
 
+def _sizes(model: ModelSpec, tp: int, *, quantized: bool = False) -> list[int]:
+    """Returns the bytes of each parameter of a rank; FP8 where they are quantized."""
+    sizes: list[int] = []
+    for name, info in model.vllm_map(tp, 0).params.items():
+        is_matrix = "layers." in name and len(info.shape) > 1
+        sizes.append(math.prod(info.shape) * (1 if quantized and is_matrix else ITEM_BYTES[model.dtype]))
+    return sizes
+
+
+def _draft_model(directory: str) -> ModelSpec:
+    return model_spec(read_config(directory))
+
+
 def fills_device(rollout: Rollout, device: str) -> bool:
     """Returns whether the cache takes the memory that nothing else needs: on a GPU, if no size is configured."""
     return device == "cuda" and rollout.kv_cache_mib is None and rollout.gpu_memory_fraction is None
@@ -125,10 +136,16 @@ def cache_filling(model: ModelSpec, rollout: Rollout, device_memory: int | None,
 
 def sequence_bytes(model: ModelSpec, rollout: Rollout) -> int:
     """Returns what a sequence of the largest length takes of a rank's cache, in whole blocks."""
-    dims = model.dims
-    heads = max(1, dims.kv_heads // rollout.tp)
+    models = [model]
+    if rollout.draft_model is not None:
+        models.append(_draft_model(rollout.draft_model))
     blocks = -(-rollout.positions // BLOCK_TOKENS)
-    return blocks * BLOCK_TOKENS * dims.layers * 2 * heads * dims.head_dim * ITEM_BYTES[model.dtype]
+    token = 0
+    for each in models:
+        dims = each.dims
+        heads = max(1, dims.kv_heads // rollout.tp)
+        token += dims.layers * 2 * heads * dims.head_dim * ITEM_BYTES[each.dtype]
+    return blocks * BLOCK_TOKENS * token
 
 
 def cache_bytes(

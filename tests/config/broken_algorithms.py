@@ -43,6 +43,14 @@ ALGORITHMS: Cases = {
         (["rollout={speculative: 4, min_p: 0.1}"], "rollout.speculative", "0 with rollout.min_p"),
         (["rollout={speculative: 4, min_new_tokens: 2}"], "rollout.speculative", "0 with rollout.min_new_tokens"),
     ],
+    rollout_rules.draft_models_stay: [
+        (
+            ["rollout={draft_model: nowhere, speculative: 2}"],
+            "rollout.draft_model",
+            "a directory with a readable config.json",
+        ),
+        (["rollout.draft_model=nowhere"], "rollout.draft_model", "has no effect with rollout.speculative = 0"),
+    ],
     rollout_rules.divergences_are_of_all_tokens: [
         ([*GRPO, "algo.kl={in: loss, estimator: full, coef: 0.1}", "rollout.top_p=0.9"], "1.0 with algo.kl.estimator"),
         ([*GRPO, "algo.kl={in: loss, estimator: full, coef: 0.1}", "rollout.min_p=0.1"], "0.0 with algo.kl.estimator"),

@@ -20,6 +20,7 @@ from megarl.preflight.check import check
 from megarl.run.directory import write_random_model
 from tests.config.debug import MIXTURE
 from tests.data.rows import chatml_tokenizer, jsonl
+from tests.megatron.tiny import save_model
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 MODEL = "model.random.config"
@@ -129,6 +130,16 @@ def test_sizes_that_do_not_fit_the_layout_are_refused(overrides: list[str], fiel
     with pytest.raises(ConfigError) as caught:
         check(load(DEBUG, overrides, check))
     assert said in next(problem.rule for problem in caught.value.problems if problem.field == field)
+
+
+def test_a_draft_model_has_the_models_ids_and_positions(tmp_path: Path) -> None:
+    drafts = ["rollout.speculative=2", f"rollout.draft_model={tmp_path / 'draft'}"]
+    save_model(tmp_path / "draft", "llama", vocab_size=100, max_position_embeddings=128)
+    check(load(DEBUG, drafts))
+    save_model(tmp_path / "draft", "llama", vocab_size=120, max_position_embeddings=64)
+    said = refusal(*drafts)
+    assert "a model of 100 token ids, as the model that it drafts for; it has 120" in said
+    assert "twice the drafts are at most the 64 positions" in said
 
 
 def test_sizes_of_other_stages_and_roles_are_checked(tmp_path: Path) -> None:

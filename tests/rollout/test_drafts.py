@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from tests.rollout.conftest import rollout_config, start
 from tests.rollout.engine_process import EngineProcess
 from tests.rollout.models import MAX_LEN, USED_VOCAB
 from tests.rollout.oracles import hf_greedy, hf_logits, truncated_logprobs
+from tests.rollout.syncing import Trainer
 from tests.rollout.test_kept_sets import check_kept
 
 pytestmark = pytest.mark.e2e
@@ -152,6 +154,32 @@ def test_pairs_of_tokens_have_the_models_distribution(engine: Engine) -> None:
     theirs = [p * samples for p in frequent.values()]
     rest = samples - sum(theirs)
     assert chance([*observed, samples - sum(observed)], [*theirs, rest]) > 1e-3
+
+
+def test_a_draft_model_is_loaded_and_the_model_is_synced(models: Mapping[str, Path], tmp_path: Path) -> None:
+    """The draft model has the weights that a sync brings at first, and then other ones."""
+    draft = shutil.copytree(models["qwen2"], tmp_path / "draft")
+    process = EngineProcess(tmp_path)
+    start(process, models["qwen2"], kept_max=USED_VOCAB, **SETTINGS, draft_model=str(draft))
+    asked = [replace(request, temperature=0.0) for request in repetitive(6)]
+    shares: list[float] = []
+    for version, name in enumerate(("qwen2", "qwen2_later")):
+        Trainer(process, models[name]).sync(version)
+        _, (chunk,) = process.apply(in_process.generate, asked, [6])
+        for prompt, response in zip(chunk.prompt_ids, chunk.response_ids, strict=True):
+            assert response.tolist() == hf_greedy(models[name], prompt.tolist(), NEW_TOKENS)
+        shares.append(process.call("take_drafts").metrics()["rollout/draft_acceptance"])
+        fields = {"temperature": 1.0, "top_p": 1.0, "top_k": USED_VOCAB}
+        _, (chunk,) = process.apply(in_process.generate, repetitive(8), [8])
+        check_kept(chunk, models[name], USED_VOCAB, **fields)
+        mixed = [*repetitive(3), *repetitive(3, 33), *repetitive(3, LONGEST - NEW_TOKENS)]
+        together = process.apply(in_process.generate, mixed, [1] * 9)[1]
+        alone = process.apply(in_process.generate, mixed, [1] * 9, 1)[1]
+        for one, other in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(one.response_ids.values, other.response_ids.values)
+        process.call("take_drafts")
+    process.close()
+    assert shares[0] > 0.9 > 0.5 > shares[1]
 
 
 def chance(observed: Sequence[float], expected: Sequence[float]) -> float:

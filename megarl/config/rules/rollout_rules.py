@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings, shown
+from megarl.config.problems import Broken, Problem, correct_model_path, correct_path, ineffective_settings, shown
 from megarl.config.rules.model_rules import ids_in_use, readable_config
 from megarl.config.rules.placement_rules import tp_fills_devices
 from megarl.config.schema import (
@@ -19,6 +19,7 @@ from megarl.config.schema import (
     Resharding,
     Reward,
     Rollout,
+    read_hf_config,
     trains_on_rollouts,
 )
 from megarl.config.schema.base import parse_devices
@@ -67,6 +68,23 @@ def drafts_are_checked(rollout: Rollout) -> Iterator[Broken]:
         if rollout.speculative and getattr(rollout, name) > 0:
             rule = f"0 with rollout.{name}, by which vLLM does not check drafts correctly"
             yield "rollout.speculative", rule, "set it to 0"
+
+
+def draft_models_stay(cluster: Cluster, rollout: Rollout) -> Iterator[Broken]:
+    """A draft model has a readable config.json, drafts tokens, and keeps its weights."""
+    if rollout.draft_model is None:
+        return
+    try:
+        read_hf_config(rollout.draft_model)
+    except (OSError, ValueError) as error:
+        rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
+        yield "rollout.draft_model", rule, correct_model_path(rollout.draft_model)
+    if rollout.speculative == 0:
+        rule = "has no effect with rollout.speculative = 0"
+        yield "rollout.draft_model", rule, "set it to null, or raise rollout.speculative"
+    if rollout.sleep and cluster.device == "cuda":
+        rule = "null with rollout.sleep, which drops its weights"
+        yield "rollout.draft_model", rule, "set it to null, or give the engines devices of their own"
 
 
 def divergences_are_of_all_tokens(algo: Algo, rollout: Rollout) -> Iterator[Broken]:

@@ -163,6 +163,9 @@ class Rollout(Section):
     """Draft up to this many tokens per response and step: those that followed its last tokens where
     these occurred before. 0 drafts none. Faster where few responses at once repeat their prompt or
     themselves; docs/metrics.md has what it changes."""
+    draft_model: str | None = None
+    """Hugging Face directory of a small model with the model's tokenizer and vocabulary, which drafts
+    these tokens, also where nothing is repeated."""
     min_new_tokens: Natural = 0
     """Least number of tokens of a response: no end token is sampled before. 0 in stage ppo."""
     max_new_tokens: Count
