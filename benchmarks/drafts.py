@@ -113,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 (without, _), (with_drafts, counts) = (ask(pipe, case) for pipe in pipes)
                 speeds.append((without, with_drafts))
             without, with_drafts = (median(values) for values in zip(*speeds[1:], strict=True))
-            acceptance, share = counts.metrics().values()
+            acceptance = counts.accepted / max(counts.drafted, 1)
+            share = counts.accepted / counts.sampled
             ratio = with_drafts / without
             print(
                 f"{name:20} {without:9.0f} {with_drafts:9.0f} {ratio:6.2f} {acceptance:9.0%} {share:6.0%}", flush=True

@@ -84,7 +84,10 @@ def without_weights(config: RunConfig) -> Mapping[str, str]:
 
 
 def _role_checkpoints(config: RunConfig) -> dict[str, tuple[RoleName, str]]:
-    """Returns the roles that do not start from the run's model, and their directories, by field."""
+    """Returns the roles that do not start from the run's model, and their directories, by field.
+
+    A draft model is checked as a reference: it has an LM head and the model's tokenizer.
+    """
     paths: dict[str, tuple[RoleName, str]] = {}
     for group in config.groups.values():
         for role in group.roles:
@@ -201,13 +204,15 @@ def _layouts(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Prob
                     fix = "set it to true, or tp to 1"
                     yield Problem(f"{field}.sequence_parallel", "False", rule, fix)
     rollout = config.engine_settings
-    if rollout is not None:
-        for name in {"model", "rollout.draft_model"} & specs.keys():
-            yield from _fits("rollout.tp", partial(specs[name].check_vllm, rollout.tp))
-    sizes = [specs[name].dims.vocab for name in ("model", "rollout.draft_model") if name in specs]
+    if rollout is None:
+        return
+    engine_models = [specs[name] for name in ("model", "rollout.draft_model") if name in specs]
+    for spec in engine_models:
+        yield from _fits("rollout.tp", partial(spec.check_vllm, rollout.tp))
+    sizes = [spec.dims.vocab for spec in engine_models]
     if len(set(sizes)) > 1:
         rule = f"a model of {sizes[0]} token ids, as the model that it drafts for; it has {sizes[1]}"
-        yield Problem("rollout.draft_model", str(rollout and rollout.draft_model), rule, "choose another")
+        yield Problem("rollout.draft_model", str(rollout.draft_model), rule, "choose another")
 
 
 def _positions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Problem]:

@@ -181,5 +181,5 @@ def _differences(field: str, kept: Any, given: Any) -> Iterator[tuple[str, str, 
         after = cast(Mapping[str, Any], given)
         for key in sorted(before.keys() | after.keys()):
             yield from _differences(f"{field}.{key}", before.get(key), after.get(key))
-    elif kept != given and not (kept is None and given == {}):
+    elif kept != given and not (kept is None and given == {}):  # a mapping newer than the run, and unset
         yield field, shown(kept), shown(given)

@@ -17,12 +17,17 @@ def checkpoints_are_readable(field: str, start: Model | Reward | Critic | Refere
     elif start.path is not None:
         paths[f"{field}.path"] = start.path
     for name, path in paths.items():
-        try:
-            read_hf_config(path)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            rule = f"a directory with a readable config.json ({reason})"
-            yield name, rule, correct_model_path(path)
+        yield from unreadable_config(name, path)
+
+
+def unreadable_config(field: str, path: str) -> Iterator[Broken]:
+    """Yields a problem unless a directory has a readable config.json."""
+    try:
+        read_hf_config(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        rule = f"a directory with a readable config.json ({reason})"
+        yield field, rule, correct_model_path(path)
 
 
 def checkpoints_share_the_tokens(

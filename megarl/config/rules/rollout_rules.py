@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.problems import Broken, Problem, correct_model_path, correct_path, ineffective_settings, shown
-from megarl.config.rules.model_rules import ids_in_use, readable_config
+from megarl.config.problems import Broken, Problem, correct_path, ineffective_settings, shown
+from megarl.config.rules.model_rules import ids_in_use, readable_config, unreadable_config
 from megarl.config.rules.placement_rules import tp_fills_devices
 from megarl.config.schema import (
     Algo,
@@ -19,7 +19,6 @@ from megarl.config.schema import (
     Resharding,
     Reward,
     Rollout,
-    read_hf_config,
     trains_on_rollouts,
 )
 from megarl.config.schema.base import parse_devices
@@ -74,11 +73,7 @@ def draft_models_stay(cluster: Cluster, rollout: Rollout) -> Iterator[Broken]:
     """A draft model has a readable config.json, drafts tokens, and keeps its weights."""
     if rollout.draft_model is None:
         return
-    try:
-        read_hf_config(rollout.draft_model)
-    except (OSError, ValueError) as error:
-        rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
-        yield "rollout.draft_model", rule, correct_model_path(rollout.draft_model)
+    yield from unreadable_config("rollout.draft_model", rollout.draft_model)
     if rollout.speculative == 0:
         rule = "has no effect with rollout.speculative = 0"
         yield "rollout.draft_model", rule, "set it to null, or raise rollout.speculative"
