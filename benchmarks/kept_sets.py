@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.learning import DIRECTORY, share
+from benchmarks.learning.training import DIRECTORY, share
 
 SETTINGS: dict[str, list[str]] = {
     "all tokens": [],

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import kept_sets, learning
+from benchmarks import kept_sets
 from benchmarks.asynchronous import LOADS, SETTINGS, SYNCHRONOUS
+from benchmarks.learning import __main__ as learning
+from benchmarks.learning import cells, training
 from examples.sort_letters.checkpoint import tokenizer
 from megarl.config import load
 
@@ -119,17 +121,17 @@ def test_a_commit_equals_itself_and_differs_from_a_changed_one(tmp_path: Path) -
 def test_a_cell_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("configs", "examples"):
         (tmp_path / folder).symlink_to(REPOSITORY / folder)
-    (tmp_path / learning.RESULTS).mkdir(parents=True)
+    (tmp_path / cells.RESULTS).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    train = learning.train
+    train = training.train
 
     def train_shortly(config: Path, *overrides: str) -> None:
         few = ["data.prompts_per_step=2", "evaluation.tasks=16"] if config.stem == "lookup" else []
         train(config, *overrides, "run.steps=2", *few)
 
-    monkeypatch.setattr(learning, "train", train_shortly)
+    monkeypatch.setattr(training, "train", train_shortly)
     learning.main(["--algorithm", "lookup", "--seed", "0"])
-    result = json.loads((tmp_path / learning.RESULTS / "lookup-0.json").read_text())
+    result = json.loads((tmp_path / cells.RESULTS / "lookup-0.json").read_text())
     assert (result["steps"], [row["step"] for row in result["evaluations"]]) == (2, [0, 2])
 
 

@@ -179,17 +179,8 @@ class ModelEngine:
         shared = {tensor.untyped_storage().data_ptr() for tensor in weights}
         return [tensor for tensor in state if tensor.untyped_storage().data_ptr() not in shared]
 
-    def logprobs(
-        self, schedule: RankSchedule, chunks: Chunks[TokenChunk], *, temperature: float
-    ) -> dict[int, Ragged] | None:
-        """Returns the log-probability of each response token, nats, by chunk."""
-        flat = self.flat_logprobs(schedule, chunks, temperature)
-        return None if flat is None else scatter(rows_of(schedule), flat)
-
-    def flat_logprobs(
-        self, schedule: RankSchedule, chunks: Chunks[TokenChunk], temperature: float
-    ) -> FloatArray | None:
-        """Returns these log-probabilities in the order of the schedule."""
+    def logprobs(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], temperature: float) -> FloatArray | None:
+        """Returns the log-probability of each response token, nats, in the order of the schedule."""
 
         def head(batch: MicroBatch, hidden: Tensor) -> Tensor:
             return response_logprobs(self.model, batch, hidden, temperature)[0]

@@ -143,7 +143,7 @@ class MegatronWorker:
             part = replace(schedule, packs=tuple(pack for _, pack in its_packs))
             key = teacher_key(teacher) if teacher else role
             engine = self._offloader.onload(key, weights_only=True)
-            flat = engine.flat_logprobs(part, request.chunks, request.temperature)
+            flat = engine.logprobs(part, request.chunks, request.temperature)
             if flat is not None:
                 parts.append(flat)
         return scatter(rows_of(schedule), np.concatenate(parts)) if parts else None

@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.types import SampleInfo
+from megarl.data.packing import Chunks, TokenChunk, scatter
+from megarl.types import Ragged, RankSchedule, SampleInfo
 from tests.oracle import adam, models, ppo
+
+if TYPE_CHECKING:
+    from megarl.megatron.model_engine import ModelEngine
 
 
 def adam_of(settings: Optimizer) -> adam.AdamSettings:
@@ -58,6 +62,16 @@ def state_of(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(directory / "model.safetensors")
+
+
+def logprobs_by_chunk(
+    engine: ModelEngine, schedule: RankSchedule, chunks: Chunks[TokenChunk], temperature: float
+) -> dict[int, Ragged] | None:
+    """Returns what the ranks of the last stage report, as their worker does."""
+    from megarl.megatron.model_engine import rows_of
+
+    flat = engine.logprobs(schedule, chunks, temperature)
+    return None if flat is None else scatter(rows_of(schedule), flat)
 
 
 def everywhere(column: dict[int, Any] | None) -> dict[int, Any]:

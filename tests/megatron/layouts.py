@@ -28,7 +28,7 @@ from megarl.megatron.parallel import GroupCache
 from megarl.megatron.supervised_losses import text_loss
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.types import Layout, Ragged, SampleInfo, TextChunk
-from tests.megatron.compare import shards_of, weights_of
+from tests.megatron.compare import logprobs_by_chunk, shards_of, weights_of
 from tests.megatron.tiny import load_role, random_head
 
 LENGTHS = [(3, 9), (5, 1), (2, 0), (7, 4), (1, 6), (4, 0), (2, 2), (6, 8), (3, 5), (1, 1), (5, 3), (2, 7)]
@@ -217,7 +217,7 @@ def updates(
         value.data.mul_(1.3)  # to differ from the actor
     if not stored.exists():
         passes = inference_schedule(samples(), layout, budget).ranks[0]
-        logprobs = roles["actor"].logprobs(passes, chunks(), temperature=TEMPERATURE)
+        logprobs = logprobs_by_chunk(roles["actor"], passes, chunks(), TEMPERATURE)
         stored.mkdir()
         (stored / "experience").write_bytes(pickle.dumps(experience(logprobs)))
     columns = pickle.loads((stored / "experience").read_bytes())

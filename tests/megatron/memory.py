@@ -171,7 +171,7 @@ def _peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any, direc
         actor.update([schedule], chunks, partial(text_loss, actor))
         update = take_peak_memory()
     take_peak_memory()
-    actor.logprobs(schedule, chunks, temperature=1.0)
+    actor.logprobs(schedule, chunks, 1.0)
     inference = take_peak_memory()
     plan_save(actor, directory / "at once")()
     checkpoint = take_peak_memory()

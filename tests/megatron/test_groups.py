@@ -154,7 +154,7 @@ def _global_reads(rank: int, directory: Path) -> list[str]:
         cache, (rollouts, infos) = GroupCache(), random_chunks()
         one, other = Layout(tp=2, pp=2, sequence_parallel=True), Layout(pp=4)
         actor = load_role(directory, "actor", one, rank, cache)
-        actor.logprobs(inference_schedule(infos, one, 40).ranks[0], rollouts, temperature=1.0)
+        actor.logprobs(inference_schedule(infos, one, 40).ranks[0], rollouts, 1.0)
         critic = load_role(directory, "critic", other, rank, cache, trainable=True, head=torch.ones(1, 32))
         critic.start_training(Optimizer(lr=1e-3), total_steps=1)
 

@@ -23,7 +23,7 @@ from megarl.megatron import attention
 from megarl.megatron.attention import kernel_takes
 from megarl.megatron.supervised_losses import text_loss
 from megarl.types import Layout, RolloutChunk
-from tests.megatron.compare import shards_of
+from tests.megatron.compare import logprobs_by_chunk, shards_of
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_attention import definition
 from tests.megatron.tiny import load_role, save_model
@@ -65,7 +65,7 @@ def computed(
 
     with _kernel_on_cpu() if way == "kernel" else nullcontext(), patch.object(role, "_optimizer_step", keep):
         (schedule,) = inference_schedule(infos, layout, 40).ranks
-        column = role.logprobs(schedule, rollouts, temperature=1.0)
+        column = logprobs_by_chunk(role, schedule, rollouts, 1.0)
         plan = update_schedules(infos, layout, 40, mini_batches=1, epochs=1, seed=0, step=0)
         role.update([schedule.ranks[0] for schedule in plan], rollouts, partial(text_loss, role))
     return torch.cat([torch.from_numpy(column[chunk].values.copy()) for chunk in sorted(column)]), gradients

@@ -22,6 +22,7 @@ from megarl.megatron.state import plan_save, restore_role
 from megarl.megatron.supervised_losses import text_loss
 from megarl.megatron.worker import Offloader
 from megarl.types import Layout
+from tests.megatron.compare import logprobs_by_chunk
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
 from tests.pool import RankPool
@@ -67,17 +68,17 @@ def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) ->
                 taking.onload("actor")
             assert not weights & rest, "a storage was moved twice"
         else:
-            passes.append(actor.logprobs(inference, rollouts, temperature=1.0))
+            passes.append(logprobs_by_chunk(actor, inference, rollouts, 1.0))
         steps += taking.onload("actor").update([own], rollouts, loss_of(actor))
         gradients = actor.optimizer._gradient_buffers()
         parameters = [*actor.model.parameters().values()]
         state = [*actor.optimizer.state(), *actor.ema.values.values()]
         before = _nbytes([*parameters, *state])
-        taking.onload("reference").logprobs(inference, rollouts, temperature=1.0)
+        taking.onload("reference").logprobs(inference, rollouts, 1.0)
         released.append({"before": before, "after": _nbytes([*parameters, *state]), "gradients": _nbytes(gradients)})
         if turns:
             _check_use_fails(actor, inference, own, rollouts)
-    passes.append(taking.onload("actor", weights_only=True).logprobs(inference, rollouts, temperature=1.0))
+    passes.append(logprobs_by_chunk(taking.onload("actor", weights_only=True), inference, rollouts, 1.0))
     taking.offload_all()
     taking.offload_all()
     taking.onload("actor", "reference")
@@ -119,7 +120,7 @@ def _check_weights_suffice(taking: Offloader, actor: Any, passes: Any, inference
         assert _nbytes(weights) > 0
         assert rest
         assert _nbytes(rest) == 0
-    passes.append(actor.logprobs(inference, rollouts, temperature=1.0))
+    passes.append(logprobs_by_chunk(actor, inference, rollouts, 1.0))
     for use in (
         lambda: actor.update([own], rollouts, loss_of(actor)),
         lambda: plan_save(actor, Path("nowhere")),
@@ -132,7 +133,7 @@ def _check_weights_suffice(taking: Offloader, actor: Any, passes: Any, inference
 
 def _check_use_fails(actor: Any, inference: Any, own: Any, rollouts: Any) -> None:
     for use in (
-        lambda: actor.logprobs(inference, rollouts, temperature=1.0),
+        lambda: actor.logprobs(inference, rollouts, 1.0),
         lambda: actor.update([own], rollouts, loss_of(actor)),
         lambda: actor.evaluate(own, rollouts, loss_of(actor)),
         lambda: actor.model.parameters(),
@@ -207,7 +208,7 @@ def _frozen(rank: int, directory: Path, frozen: bool) -> dict[str, Any]:
     schedule = inference_schedule(infos, LAYOUT, 40).ranks[role.coords.dp]
     passes = []
     for _ in range(3):
-        found = role.logprobs(schedule, rollouts, temperature=1.0)
+        found = logprobs_by_chunk(role, schedule, rollouts, 1.0)
         passes.append(None if found is None else {chunk: rows.values.copy() for chunk, rows in found.items()})
         assert role.offload() > 0
         assert role.offload() == 0

@@ -22,7 +22,7 @@ from megarl.experience.records import StepContext
 from megarl.megatron.losses import loss_maker, report
 from megarl.megatron.parallel import GroupCache
 from megarl.types import Layout, Ragged, VersionSpan
-from tests.megatron.compare import everywhere, reductions_over, weights_of
+from tests.megatron.compare import everywhere, logprobs_by_chunk, reductions_over, weights_of
 from tests.megatron.layouts import restart
 from tests.megatron.samples import columns_of, random_chunks
 from tests.megatron.test_parity import case_id
@@ -89,7 +89,7 @@ def _both(
     start = weights_of(actor)
     chunks, infos = random_chunks(count)
     passes = inference_schedule(infos, layout, budget).ranks[actor.coords.dp]
-    old, ref = (everywhere(role.logprobs(passes, chunks, temperature=TEMPERATURE)) for role in (actor, reference))
+    old, ref = (everywhere(logprobs_by_chunk(role, passes, chunks, TEMPERATURE)) for role in (actor, reference))
     sampled = _sampled(count, old)
     scores = {i: np.arange(3, dtype=np.float32) for i in range(count)}
     scores[0][1] = math.nan

@@ -27,7 +27,16 @@ from megarl.types import Layout, Ragged, RolloutChunk, SampleInfo
 from tests.e2e.recipe_cases import CASES as RECIPES
 from tests.e2e.recipe_cases import IN_MATRIX
 from tests.e2e.runs import ROOT
-from tests.megatron.compare import adam_of, check, everywhere, reductions_over, samples_of, state_of, trained
+from tests.megatron.compare import (
+    adam_of,
+    check,
+    everywhere,
+    logprobs_by_chunk,
+    reductions_over,
+    samples_of,
+    state_of,
+    trained,
+)
 from tests.megatron.samples import conversations, random_chunks, with_given, with_kept
 from tests.megatron.test_parity import case_id
 from tests.megatron.tiny import load_role, random_head, save_model
@@ -165,8 +174,8 @@ def _columns(rollouts: list[Any], roles: dict[str, Any], passes: Any, facts: Sam
     actor, ref, critic = roles["actor"], roles["reference"], roles.get("critic")
     return Columns(
         samples=facts,
-        old_logprobs=everywhere(actor.logprobs(passes(actor), rollouts, temperature=TEMPERATURE)),
-        ref_logprobs=everywhere(ref.logprobs(passes(ref), rollouts, temperature=TEMPERATURE)),
+        old_logprobs=everywhere(logprobs_by_chunk(actor, passes(actor), rollouts, TEMPERATURE)),
+        ref_logprobs=everywhere(logprobs_by_chunk(ref, passes(ref), rollouts, TEMPERATURE)),
         values=None if critic is None else everywhere(critic.values(passes(critic), rollouts)),
         dense=None,
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.types import Layout, RolloutChunk
+from tests.megatron.compare import logprobs_by_chunk
 from tests.megatron.families import FAMILIES, MIXTURES, MODELS
 from tests.megatron.samples import conversations, random_chunks, with_given
 from tests.megatron.tiny import load_role, random_head, save_model
@@ -44,7 +45,7 @@ def infer(
     critic = load_role(directory, "critic", head=random_head(directory), **make)
     reward = load_role(directory, "reward", head=random_head(directory), **make)
     return {
-        "logprobs": actor.logprobs(schedule, rollouts, temperature=TEMPERATURE),
+        "logprobs": logprobs_by_chunk(actor, schedule, rollouts, TEMPERATURE),
         "values": critic.values(schedule, rollouts),
         "scores": reward.scores(schedule, rollouts),
         "token_scores": reward.token_scores(schedule, rollouts),
@@ -191,7 +192,7 @@ def _rope_tables(rank: int, directory: Path) -> tuple[int, int]:
     schedules = [inference_schedule(infos, Layout(), budget).ranks[0] for budget in (max(lengths), 2 * max(lengths))]
     longest: set[int] = set()
     for schedule in schedules:
-        actor.logprobs(schedule, rollouts, temperature=TEMPERATURE)
+        actor.logprobs(schedule, rollouts, TEMPERATURE)
         longest |= {max(row.prompt_tokens + row.response_tokens for row in pack) for pack in schedule.packs}
     return RotaryEmbedding.forward.cache_info().currsize - before, len(longest)
 

@@ -16,7 +16,7 @@ from megarl.data.schedule import inference_schedule, step_schedule
 from megarl.megatron.parallel import GroupCache
 from megarl.megatron.supervised_losses import text_loss
 from megarl.types import Layout
-from tests.megatron.compare import state_of, trained
+from tests.megatron.compare import logprobs_by_chunk, state_of, trained
 from tests.megatron.families import FAMILIES, MIXTURES, MODELS
 from tests.megatron.samples import random_chunks
 from tests.megatron.supervised import (
@@ -120,7 +120,7 @@ def _one_sample(rank: int, directory: Path, layout: Layout, recompute: str) -> t
     role = load_role(directory, "actor", layout, rank, cache, trainable=True, recompute=recompute)
     role.start_training(SETTINGS, total_steps=1)
     dp = role.coords.dp
-    before = role.logprobs(inference_schedule(infos, layout, 40).ranks[dp], chunks, temperature=1.0)
+    before = logprobs_by_chunk(role, inference_schedule(infos, layout, 40).ranks[dp], chunks, 1.0)
     released = role.offload()
     role.onload()
     steps = role.update([step_schedule(infos, layout, 40).ranks[dp]], chunks, partial(text_loss, role))

@@ -24,7 +24,7 @@ from megarl.data.training_texts import TrainingText
 from megarl.megatron.parallel import GroupCache
 from megarl.megatron.supervised_losses import DirectPreferenceLoss
 from megarl.types import Layout
-from tests.megatron.compare import everywhere, shards_of, weights_of
+from tests.megatron.compare import everywhere, logprobs_by_chunk, shards_of, weights_of
 from tests.megatron.tiny import load_role, save_model
 from tests.needs import lacking
 from tests.oracle.trl_losses import BETAS, END, logits
@@ -93,7 +93,7 @@ def step_of(rank: int, directory: Path, loss: str) -> tuple[dict[str, float], li
     reference = load_role(directory / "reference", "reference", LAYOUT, rank, cache)
     samples, chunks = text_batch(pairs(), 2)
     forward = inference_schedule(samples, LAYOUT, 40).ranks[reference.coords.dp]
-    columns = everywhere(reference.logprobs(forward, chunks, temperature=1.0))
+    columns = everywhere(logprobs_by_chunk(reference, forward, chunks, 1.0))
     scored = []
     for index, chunk in enumerate(chunks):
         sums = np.array([row.sum(dtype=np.float64) for row in columns[index]], dtype=np.float32)

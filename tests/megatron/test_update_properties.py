@@ -18,7 +18,7 @@ from megarl.experience.records import ExperienceChunk
 from megarl.megatron.losses import PolicyLoss, value_loss
 from megarl.megatron.parallel import GroupCache
 from megarl.types import Layout, Ragged
-from tests.megatron.compare import everywhere, weights_of
+from tests.megatron.compare import everywhere, logprobs_by_chunk, weights_of
 from tests.megatron.layouts import KL_COEF, LEFT_OUT, SETTINGS, STEPS, TEMPERATURE, chunks, experience, restart, samples
 from tests.megatron.tiny import load_role, random_head, save_model
 from tests.pool import RankPool
@@ -71,7 +71,7 @@ def _updates(rank: int, directory: Path) -> Reported:
     actor, critic = roles["actor"], roles["critic"]
     start = {name: weights_of(role) for name, role in roles.items()}
     passes = inference_schedule(samples(), LAYOUT, 20).ranks[actor.coords.dp]
-    now = everywhere(actor.logprobs(passes, chunks(), temperature=TEMPERATURE))
+    now = everywhere(logprobs_by_chunk(actor, passes, chunks(), TEMPERATURE))
     columns = experience(now)
     reported: Reported = {}
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.learning import CONTROLS, CURRICULA, DISTILLED, PREFERENCES, ROWS
+from benchmarks.learning.cells import CONTROLS, CURRICULA, DISTILLED, PREFERENCES, ROWS
 from megarl.config.schema.training_sections import CheckedMetric, LimitedMetric
 from megarl.run.health import CHECKS, HealthMonitor, limited_checks, shown_limits
 from megarl.run.verdict import judge
