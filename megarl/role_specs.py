@@ -38,6 +38,7 @@ class RoleSpec:
         new_head: head in place of the checkpoint's.
         fused: whether its passes use fused kernels, those of ``megatron.platform.kernels``.
         vocab_size: number of token ids in use; None: all of the model's.
+        longest: most positions of a sequence in the run.
         training: settings of the training; None for inference only.
         reference_weight: weight of the actor in a soft update of this role; None
             without soft updates.
@@ -52,6 +53,7 @@ class RoleSpec:
     checkpoint: str | None
     new_head: NewHead | None
     vocab_size: int | None
+    longest: int
     training: TrainingSpec | None
     reference_weight: float | None
 
@@ -131,6 +133,7 @@ def _role_spec(config: RunConfig, name: RoleName, checkpoint: str | None) -> Rol
         checkpoint=checkpoint,
         new_head=config.new_head(name),
         vocab_size=vocab_size,
+        longest=config.longest_sequence,
         training=training,
         reference_weight=config.reference_weight if name == "reference" else None,
     )

@@ -43,6 +43,7 @@ from megarl.config.schema import LayerChoice
 from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
 from megarl.megatron.platform.kernels import LayerKind, layer_kind
+from megarl.megatron.rotary import rotations
 from megarl.models import ModelSpec
 from megarl.models.transformer_engine import name_in_maps
 from megarl.role_specs import Recompute
@@ -134,8 +135,15 @@ class ScalarHead(torch.nn.Module):
 class PackedModel(GPTModel):
     """A GPT chunk whose ``heads`` are applied outside."""
 
-    def __init__(self, *, head: HeadName, **kwargs: Any) -> None:
+    def __init__(self, *, spec: ModelSpec, head: HeadName, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if spec.rope is not None:
+            angles, scale = rotations(spec, spec.rope)
+            self.rotary_pos_emb.inv_freq = angles.to(torch.cuda.current_device())
+            layers: Any = self.decoder.layers
+            for layer in layers:
+                # Megatron computes it for yarn alone, from undeclared fields of its configuration (0.19).
+                layer.self_attention._yarn_concentration_factor = scale
         if self.post_process and head != "lm":
             self.output_layer = ScalarHead(self.config.hidden_size, self.config.params_dtype)
         if self.pre_process and self.position_embedding_type == "learned_absolute":
@@ -299,6 +307,7 @@ def build_model(
     for chunk in range(layout.vpp):
         layer_specs = [layer] * len(spec.layers(layout, stage, chunk))
         model = PackedModel(
+            spec=spec,
             head=head,
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm),

@@ -292,7 +292,7 @@ class ModelEngine:
 def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) -> ModelEngine:
     """Builds a role on this rank and reads its weights; ``model_dir`` is the run's model."""
     directory = spec.checkpoint or model_dir
-    model = model_spec(read_config(directory))
+    model = model_spec(read_config(directory)).for_lengths(spec.longest)
     if spec.name == "reference":
         model = model.with_rows_of(model_spec(read_config(model_dir)))
     training = spec.training

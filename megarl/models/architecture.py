@@ -28,6 +28,7 @@ from megarl.models.param_types import (
     VocabRows,
     canonical_shapes,
 )
+from megarl.models.rope import Rope, read_rope
 from megarl.models.transformer_engine import INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Box, Manifest, Shard, ShardMap, TensorInfo
@@ -93,7 +94,7 @@ class ModelSpec:
     """Everything that follows from a model's HF config.
 
     Args:
-        positions: arguments of Megatron's ``GPTModel`` for the embedding of positions.
+        rope: rotary embeddings; None where positions are learned.
         dtype: dtype of every parameter in the maps.
         tied: whether the output layer of the language model is the embedding.
         head: head of the checkpoint.
@@ -103,7 +104,7 @@ class ModelSpec:
     config: HFConfig
     dims: Dims
     table: ParamTable
-    positions: Mapping[str, Any]
+    rope: Rope | None
     dtype: str
     tied: bool
     head: HeadName
@@ -114,6 +115,16 @@ class ModelSpec:
         Over TP, each rank then has the same ids of both.
         """
         return replace(self, dims=replace(self.dims, rows=other.dims.vocab))
+
+    def for_lengths(self, longest: int) -> ModelSpec:
+        """Returns the model for sequences of up to ``longest`` tokens: the same but for longrope.
+
+        As in vLLM, one set of factors serves sequences of all lengths; transformers decides for each batch.
+        """
+        if self.rope is None or self.rope.kind != "longrope":
+            return self
+        assert self.rope.original is not None
+        return replace(self, rope=replace(self.rope, long=longest > self.rope.original))
 
     def ids_in_use(self, configured: int | None) -> int:
         """Returns the number of token ids that may be sampled: ``model.vocab_size``, if it is set, or all."""
@@ -239,11 +250,14 @@ class ModelSpec:
 
     def gpt_arguments(self, tp: int, head: HeadName = "lm") -> dict[str, Any]:
         """Returns the arguments of Megatron's ``GPTModel`` of this model."""
+        positions: dict[str, Any] = {"position_embedding_type": "learned_absolute"}
+        if self.rope is not None:
+            positions = {"position_embedding_type": "rope", "rotary_percent": self.rope.share}
         return {
             "vocab_size": self.dims.padded_vocab("megatron", tp),
             "max_sequence_length": self.dims.positions,
             "share_embeddings_and_output_weights": self.tied and head == "lm",
-            **self.positions,
+            **positions,
         }
 
     def check_megatron(self, layout: Layout) -> None:
@@ -321,9 +335,9 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
         stated["dtype"] = dtype
     reader = HFConfigReader(stated, family)
     dims = reader.dims()
-    positions = {"position_embedding_type": "learned_absolute"}
+    rope: Rope | None = None
     if family.rotary:
-        positions = reader.rope()
+        rope = read_rope(reader, dims.head_dim, dims.positions)
     stored = reader.dtype()
     activations = HF_ACTIVATIONS[family.activation]
     reader.require("hidden_act", *activations, only=", ".join(activations))
@@ -338,7 +352,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
         config=config,
         dims=dims,
         table=table,
-        positions=positions,
+        rope=rope,
         dtype=stored,
         tied=tied,
         head=head,

@@ -134,7 +134,8 @@ PHI3 = Family(
     lm_class="Phi3ForCausalLM",
     score_class="Phi3ForSequenceClassification",
     describe=_phi3,
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "original_max_position_embeddings": 4096},
+    partial_rotary=True,
 )
 
 

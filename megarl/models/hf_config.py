@@ -54,6 +54,7 @@ class Family:
         fields: unusual config names of fields; the first one in a config counts.
         defaults: HF's values for fields that a config lacks, by their usual names.
         rotary: whether positions are rotary; otherwise they are learned.
+        partial_rotary: whether a part of each head may be rotated.
         mlp_ratio: default ratio of the MLP's channels to the hidden ones.
         bare_prefix: prefix of names, which checkpoints of the model without a head may omit.
         ignored: patterns (as of fnmatch) of tensors that checkpoints may contain as well.
@@ -67,6 +68,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     activation: Activation = "silu"
     rotary: bool = True
+    partial_rotary: bool = False
     mlp_ratio: int | None = None
     bare_prefix: str = ""
     ignored: tuple[str, ...] = ()
@@ -80,8 +82,6 @@ _MAX_EXPERTS = 100_000
 """Largest number of experts in all layers together."""
 _MAX_NUMBER = 1e30
 """Largest number, far from the range of float32."""
-_LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of llama3 rope scaling in Megatron (RotaryEmbedding of megatron-core 0.19.2)."""
 
 
 def shown(value: object, write: Callable[[object], str] = repr) -> str:
@@ -107,28 +107,35 @@ class HFConfigReader:
         """Returns a field's value, or HF's default."""
         return self.config.get(self.name(field), self.family.defaults.get(field))
 
+    def problem(self, name: str, value: object, rule: str) -> None:
+        self.problems.append(f"{name}: {shown(value)} {rule}")
+
     def positive(self, field: str, default: int | None = None) -> int:
         """Reads a positive integer; null counts as ``default``."""
         value = self.get(field)
         if value is None:
             value = default
-        largest = _MAX_COUNTS.get(field, 2**31 - 1)
-        rule = "not a positive integer"
+        return self.as_count(self.name(field), value, _MAX_COUNTS.get(field, 2**31 - 1))
+
+    def as_count(self, name: str, value: Any, largest: int = 2**31 - 1) -> int:
+        """Returns a value that must be a positive integer."""
+        rule = "is not a positive integer"
         if type(value) is int and value > 0:
             if value <= largest:
                 return value
-            rule = f"above {largest}"
-        self.problems.append(f"{self.name(field)}: {shown(value)} is {rule}")
+            rule = f"is above {largest}"
+        self.problem(name, value, rule)
         return 1
 
     def number(self, field: str) -> float:
         """Reads a number above 0."""
-        return self._number(self.name(field), self.get(field))
+        return self.as_number(self.name(field), self.get(field))
 
-    def _number(self, name: str, value: Any) -> float:
+    def as_number(self, name: str, value: Any) -> float:
+        """Returns a value that must be a number above 0."""
         if type(value) in (int, float) and 0 < value < _MAX_NUMBER:
             return float(value)
-        self.problems.append(f"{name}: {shown(value)} is not a number above 0")
+        self.problem(name, value, "is not a number above 0")
         return 1.0
 
     def flag(self, field: str) -> bool:
@@ -180,53 +187,10 @@ class HFConfigReader:
             self.problems.append(f"dtype: {shown(name, str)} is not supported; supported are {supported}")
         return name
 
-    def rope(self) -> dict[str, Any]:
-        """Reads arguments of ``GPTModel`` from ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``."""
-        found: Any = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        if not isinstance(found, Mapping):
-            self.problems.append(f"rope_parameters: {shown(found)} does not hold keys and values")
-            found = {}
-        settings = cast(HFConfig, found)
-        stated = settings.get("rope_theta") or self.config.get("rope_theta")
-        base: Any = stated or self.family.defaults.get("rope_theta")
-        if base is None:
-            self.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
-        else:
-            base = self._number("rope_theta", base)
-        if settings.get("partial_rotary_factor", 1.0) != 1.0:
-            rule = "only full rotary embeddings are supported"
-            self.problems.append(f"rope_parameters.partial_rotary_factor: {rule}")
-        kind = settings.get("rope_type") or settings.get("type") or "default"
-        factor = 1.0
-        if kind == "llama3":
-            factor = self._llama3_factor(settings)
-        elif kind != "default":
-            rule = "is not supported; supported are default, llama3"
-            self.problems.append(f"rope_type: {shown(kind, str)} {rule}")
-        return {
-            "position_embedding_type": "rope",
-            "rotary_percent": 1.0,
-            "rotary_base": base,
-            "rope_scaling": kind == "llama3",
-            "rope_scaling_factor": factor,
-        }
-
-    def _llama3_factor(self, settings: Mapping[str, Any]) -> float:
-        for name, value in _LLAMA3_FIXED.items():
-            if settings.get(name) != value:
-                found = shown(settings.get(name))
-                self.problems.append(f"{name}: {found}; Megatron's llama3 scaling has {value} fixed")
-        factor: Any = settings.get("factor")
-        if type(factor) not in (int, float) or not 1 <= factor < _MAX_NUMBER:
-            self.problems.append(f"factor: {shown(factor)} is not a number of at least 1")
-            return 1.0
-        return float(factor)
-
     def refuse_uncommon(self) -> None:
         """Adds problems for features that no family supports."""
         self.require("attention_dropout", 0, only="0: trainer and engine must agree without randomness")
         self.require("is_causal", True, only="causal decoders")
-        self.require("partial_rotary_factor", 1.0, only="full rotary embeddings")
         self.require("quantization_config", only="weights that are not quantised")
         kinds: Any = self.get("layer_types") or []
         if not isinstance(kinds, list):

@@ -31,11 +31,19 @@ class Family:
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
-    "rope_theta": 1e6,
+    "rope_theta": 1e3,
     "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 6.0,
+    "original_max_position_embeddings": 40,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e3,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 8.0],
+    "partial_rotary_factor": 0.5,
 }
 
 FAMILIES: Mapping[str, Family] = {
@@ -65,6 +73,7 @@ FAMILIES: Mapping[str, Family] = {
             "intermediate_size": 52,
             "vocab_size": 103,
             "sliding_window": None,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e3, "factor": 3.0},
         },
         tp=(2, 4),
     ),
@@ -78,6 +87,7 @@ FAMILIES: Mapping[str, Family] = {
             "intermediate_size": 45,
             "vocab_size": 101,
             "tie_word_embeddings": True,
+            "rope_parameters": YARN,
         },
         tp=(3,),
     ),
@@ -102,6 +112,8 @@ FAMILIES: Mapping[str, Family] = {
             "intermediate_size": 52,
             "vocab_size": 101,
             "pad_token_id": None,
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 64,
         },
         tp=(4, 2),
     ),

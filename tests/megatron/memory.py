@@ -67,6 +67,7 @@ def plan_of(
         checkpoint=None,
         new_head=None,
         vocab_size=None,
+        longest=100,
         training=training,
         reference_weight=None,
     )

@@ -51,9 +51,35 @@ def llama() -> LlamaConfig:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "mistral": {"num_key_value_heads": 1, "sliding_window": None},
-    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama": {
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e3,
+            "factor": 8.0,
+            "low_freq_factor": 1.5,
+            "high_freq_factor": 6.0,
+            "original_max_position_embeddings": 40,
+        },
+    },
+    "mistral": {
+        "num_key_value_heads": 1,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e3, "factor": 3.0},
+    },
+    "qwen2": {
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e3,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
     "gpt2": {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": MAX_LEN + 1},  # vLLM asks for one more
     "mixtral": {"num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
@@ -65,7 +91,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
-    "phi3": {"num_key_value_heads": 2, "pad_token_id": None},
+    "phi3": {
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e3,
+            "short_factor": [1.0 + i / 4 for i in range(8)],
+            "long_factor": [2.0 + i for i in range(8)],
+            "partial_rotary_factor": 0.5,
+        },
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 128,
+    },
 }
 """By HF's model type, what differs from the common sizes. vLLM's experts on a CPU have channels in multiples of 32."""
 

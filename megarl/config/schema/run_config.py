@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 
 from megarl.config.schema.base import Section, parse_devices
 from megarl.config.schema.cluster_sections import Cluster, Groups, Resharding, RoleConfig, Rollout
-from megarl.config.schema.inputs import Model, PairData, PromptData, RowSettings
+from megarl.config.schema.inputs import Model, PairData, PromptData, RowSettings, TextData
 from megarl.config.schema.loss_specs import LossSpec, NewHead
 from megarl.config.schema.scoring_sections import (
     EnvironmentSettings,
@@ -105,6 +105,15 @@ class RunConfig(Section):
     def rows_section(self) -> tuple[str, RowSettings]:
         """The name of the section whose settings decide how all rows are read, and the section."""
         return self.rows_in, getattr(self, self.rows_in)
+
+    @property
+    def longest_sequence(self) -> int:
+        """The most positions of a sequence that engines generate, or that is trained on where there are none."""
+        if self.engine_settings is not None:
+            return self.engine_settings.positions
+        _, rows = self.rows_section
+        assert isinstance(rows, TextData | PairData)
+        return rows.max_tokens
 
     @property
     def largest_batches(self) -> LargestBatches:
