@@ -156,7 +156,7 @@ def open_checkpoint(
     """
     canonical = spec.canonical(head)
     if found.role is None:
-        index = _stacked(DCPIndex.read(found.directory))
+        index = _stacked(DCPIndex.read(found.directory), layers=len(spec.table.kinds) == 1)
         embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
         rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])
         maps = [spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=te) for te in (True, False)]
@@ -204,13 +204,13 @@ def open_checkpoint(
     return tensors, Sources(stored=stored, copies=copies)
 
 
-def _stacked(index: DCPIndex) -> DCPIndex:
-    """Returns a Megatron checkpoint's index with layers and experts as leading axes.
+def _stacked(index: DCPIndex, *, layers: bool) -> DCPIndex:
+    """Returns a Megatron checkpoint's index with experts, and maybe ``layers``, as leading axes.
 
     Some models write them so; others write a tensor for each (``non_homogeneous_layers`` and
     ``singleton_local_shards`` of TransformerBlock, SequentialMLP and MLP, megatron-core 0.19.2).
     """
-    places = {key: _stack_place(key) for key in index.tensors}
+    places = {key: _stack_place(key, layers) for key in index.tensors}
     counts: Counter[tuple[str, int]] = Counter()
     for stack, at, _, _ in places.values():
         for axis, place in enumerate(at):
@@ -236,17 +236,17 @@ def _stacked(index: DCPIndex) -> DCPIndex:
     return DCPIndex(tensors=tensors, chunks=chunks)
 
 
-def _stack_place(key: str) -> tuple[str, Shape, int, int]:
+def _stack_place(key: str, layers: bool) -> tuple[str, Shape, int, int]:
     """Returns the stacked tensor of a key, the indices in it, and which part of how many of rows."""
     at: Shape = ()
     layer = _LAYER.fullmatch(key)
-    if layer:
+    if layer and layers:
         key = f"decoder.layers.{layer[2]}"
         at = (int(layer[1]),)
-        expert = _EXPERT.fullmatch(key)
-        if expert:
-            key = f"{expert[1]}.{expert[3]}"
-            at = (*at, int(expert[2]))
+    expert = _EXPERT.fullmatch(key)
+    if layer and expert:
+        key = f"{expert[1]}.{expert[3]}"
+        at = (*at, int(expert[2]))
     half = _HALF.fullmatch(key)
     if half:
         return half[1], at, "wv".index(half[2]), 2

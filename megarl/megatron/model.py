@@ -45,6 +45,7 @@ from megarl.megatron.attention import FusedPackedAttention, PackedAttention, Pac
 from megarl.megatron.platform.kernels import LayerKind, layer_kind
 from megarl.megatron.rotary import rotations
 from megarl.models import ModelSpec
+from megarl.models.hf_config import LayerSpec
 from megarl.models.transformer_engine import name_in_maps
 from megarl.role_specs import Recompute
 from megarl.types import HeadName, Layout
@@ -302,10 +303,15 @@ def build_model(
     config = _transformer_config(spec, layout, stages, dtype, recompute, fused)
     kind = layer_kind(layers, spec.dims, str(dtype).removeprefix("torch."), device)
     _require_agreement(kind, groups.intra_dist_opt)
-    layer, norm = _local_layer(config, fused) if kind == "local" else _transformer_engine_layer(config)
+    norm = _norm(config, kind, fused)
     chunks: list[PackedModel] = []
     for chunk in range(layout.vpp):
-        layer_specs = [layer] * len(spec.layers(layout, stage, chunk))
+        layer_specs: list[ModuleSpec] = []
+        for layer in spec.layers(layout, stage, chunk):
+            if kind == "local":
+                layer_specs.append(_local_layer(config, spec.table.layers[layer], norm))
+            else:
+                layer_specs.append(_transformer_engine_layer(config))
         model = PackedModel(
             spec=spec,
             head=head,
@@ -344,13 +350,21 @@ def _add_rng_states() -> None:
             tracker.add(name, seed=seed)
 
 
-def _local_layer(config: TransformerConfig, fused: bool) -> tuple[ModuleSpec, Any]:
-    """Returns Megatron's local layer with this package's norms, attention and router, and the norm."""
+def _norm(config: TransformerConfig, kind: LayerKind, fused: bool) -> Any:
+    """Returns the module of a norm that stands alone."""
+    if kind == "transformer_engine":
+        modules: Any = gpt_layer_specs  # its TESpecProvider is None without Transformer Engine
+        return modules.TESpecProvider().layer_norm()
     norm = _NORMS[config.normalization]
     if fused and norm is RMSNorm:
-        norm = FusedRMSNorm
+        return FusedRMSNorm
+    return norm
+
+
+def _local_layer(config: TransformerConfig, kind: LayerSpec, norm: Any) -> ModuleSpec:
+    """Returns Megatron's local layer with this package's norms, attention and router."""
     layer: Any = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
-    if config.num_moe_experts is not None:
+    if kind.is_mixture:
         experts = LocalSpecProvider().grouped_mlp_modules(False)
         layer.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
     layer.submodules.input_layernorm = norm
@@ -359,14 +373,14 @@ def _local_layer(config: TransformerConfig, fused: bool) -> tuple[ModuleSpec, An
     attention.core_attention = PackedAttention
     attention.q_layernorm = norm if config.qk_layernorm else IdentityOp
     attention.k_layernorm = attention.q_layernorm
-    return layer, norm
+    return layer
 
 
-def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, Any]:
-    """Returns Megatron's layer of Transformer Engine's modules, with norms in linear layers, and the norm."""
+def _transformer_engine_layer(config: TransformerConfig) -> ModuleSpec:
+    """Returns Megatron's layer of Transformer Engine's modules, with norms in linear layers."""
     specs: Any = gpt_layer_specs  # its TESpecProvider is None without Transformer Engine
     modules = specs.TESpecProvider()
     layer: Any = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = partial(FusedPackedAttention, modules.core_attention())
-    return layer, modules.layer_norm()
+    return layer

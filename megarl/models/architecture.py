@@ -15,6 +15,7 @@ from megarl.models.hf_config import (
     Family,
     HFConfig,
     HFConfigReader,
+    LayerSpec,
     ParamTable,
     shown,
 )
@@ -31,7 +32,7 @@ from megarl.models.param_types import (
 from megarl.models.rope import Rope, read_rope
 from megarl.models.transformer_engine import INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
-from megarl.weights.shard_map import Box, Manifest, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Manifest, Shape, Shard, ShardMap, TensorInfo
 
 _PrefixedStacks = tuple[str, str, Sequence[Stack]]
 """Stacks, which layers share, after the prefixes of their local and canonical names."""
@@ -126,6 +127,11 @@ class ModelSpec:
         assert self.rope.original is not None
         return replace(self, rope=replace(self.rope, long=longest > self.rope.original))
 
+    @property
+    def widest_mlp(self) -> int:
+        """Channels of the widest MLP or expert."""
+        return max(self.dims.expert_ffn if kind.is_mixture else self.dims.ffn for kind in self.table.kinds)
+
     def ids_in_use(self, configured: int | None) -> int:
         """Returns the number of token ids that may be sampled: ``model.vocab_size``, if it is set, or all."""
         return configured or self.dims.vocab
@@ -133,10 +139,10 @@ class ModelSpec:
     def canonical(self, head: HeadName = "lm") -> dict[str, TensorInfo]:
         """Returns the HF tensors of the model with a head; a tied output layer is not among them."""
         shapes = canonical_shapes(self._first(), self.dims)
-        layer = canonical_shapes(self.table.layer, self.dims)
-        for i in range(self.dims.layers):
+        of_kind = {kind: canonical_shapes(kind.params, self.dims) for kind in self.table.kinds}
+        for i, kind in enumerate(self.table.layers):
             prefix = self.table.layer_prefix.hf.format(i)
-            shapes |= {prefix + name: shape for name, shape in layer.items()}
+            shapes |= {prefix + name: shape for name, shape in of_kind[kind].items()}
         shapes |= canonical_shapes((*self.table.final, *self._output(head)), self.dims)
         return {name: TensorInfo(shape, self.dtype) for name, shape in shapes.items()}
 
@@ -182,7 +188,7 @@ class ModelSpec:
         self.check_megatron(layout)
         coords = layout.coords(rank)
         at = ShardCoords(tp_rank=coords.tp, tp=layout.tp, ep_rank=layout.expert_rank(coords), ep=layout.ep)
-        stacks = self._stacks(self.table.layer, "megatron", at)
+        stacks = self._stacks_of_kinds("megatron", at)
         groups: list[_PrefixedStacks] = []
         for chunk in range(layout.vpp):
             local = f"{chunk}:"
@@ -191,7 +197,7 @@ class ModelSpec:
             for i, layer in enumerate(self.layers(layout, coords.pp, chunk)):
                 hf = self.table.layer_prefix.hf.format(layer)
                 megatron = self.table.layer_prefix.megatron.format(i)
-                groups.append((local + megatron, hf, stacks))
+                groups.append((local + megatron, hf, stacks[self.table.layers[layer]]))
             if coords.pp == layout.pp - 1 and chunk == layout.vpp - 1:
                 output = self._output(head)
                 if self.tied and head == "lm" and layout.pp > 1:  # this stage has a copy of the embedding
@@ -211,13 +217,18 @@ class ModelSpec:
                 before the experts has another key.
         """
         coords = ShardCoords(vocab_rows=vocab_rows or self.dims.vocab)
-        norm_in_mlp = self.dims.experts == 0 or not transformer_engine
         outside = (*self._first(), *self.table.final, *self._output(head))
         groups: list[_PrefixedStacks] = [("", "", self._stacks(outside, "megatron", coords))]
-        local = self.table.layer_prefix.megatron.removesuffix("{}.")
-        stacks = self._stacks(self.table.layer, "megatron", coords)
-        for i in range(self.dims.layers):
-            stored = [_in_checkpoint(stack, i, self.dims, norm_in_mlp) for stack in stacks]
+        stacks = self._stacks_of_kinds("megatron", coords)
+        alike = len(stacks) == 1
+        for i, kind in enumerate(self.table.layers):
+            local = self.table.layer_prefix.megatron.format(i)
+            leading: tuple[Shape, Shape] = ((), ())
+            if alike:
+                local = self.table.layer_prefix.megatron.removesuffix("{}.")
+                leading = ((i,), (self.dims.layers,))
+            norm_in_mlp = not kind.is_mixture or not transformer_engine
+            stored = [_in_checkpoint(stack, leading, self.dims, norm_in_mlp) for stack in stacks[kind]]
             groups.append((local, self.table.layer_prefix.hf.format(i), stored))
         return self._shard_map(groups)
 
@@ -226,10 +237,10 @@ class ModelSpec:
         self.check_vllm(tp)
         coords = ShardCoords(tp_rank=rank, tp=tp)
         prefix = self.table.layer_prefix
-        stacks = self._stacks(self.table.layer, "vllm", coords)
+        stacks = self._stacks_of_kinds("vllm", coords)
         groups: list[_PrefixedStacks] = [("", "", self._stacks(self._first(), "vllm", coords))]
-        for i in range(self.dims.layers):
-            groups.append((prefix.of("vllm").format(i), prefix.hf.format(i), stacks))
+        for i, kind in enumerate(self.table.layers):
+            groups.append((prefix.of("vllm").format(i), prefix.hf.format(i), stacks[kind]))
         last = (*self.table.final, *self._output("lm"))
         groups.append(("", "", self._stacks(last, "vllm", coords)))
         return self._shard_map(groups)
@@ -265,7 +276,7 @@ class ModelSpec:
         dims = self.dims
         chunks = layout.pp * layout.vpp
         qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
-        problems = _tp_problems(layout.tp, dims, {"rows of queries, keys and values": qkv})
+        problems = self._tp_problems(layout.tp, {"rows of queries, keys and values": qkv})
         if dims.layers < chunks:
             parts = f"{layout.pp} stages x {layout.vpp} chunks"
             problems.append(f"{parts} are more than the {dims.layers} layers")
@@ -281,10 +292,25 @@ class ModelSpec:
     def check_vllm(self, tp: int) -> None:
         """Raises ValueError, with every reason, where vLLM cannot hold the model at this TP."""
         rows = self.dims.padded_vocab("vllm", tp)
-        problems = _tp_problems(tp, self.dims, {"padded vocabulary rows": rows})
+        problems = self._tp_problems(tp, {"padded vocabulary rows": rows})
         if 0 < self.dims.experts < tp:
             problems.append(f"tp {tp} exceeds the {self.dims.experts} experts")
         _refuse("vLLM cannot hold the model", problems)
+
+    def _tp_problems(self, tp: int, sizes: Mapping[str, int]) -> list[str]:
+        """Returns why TP does not split the model, beside some ``sizes``."""
+        dims = self.dims
+        split = {"attention heads": dims.heads}
+        for kind in self.table.kinds:
+            if kind.is_mixture:
+                split["channels of an expert"] = dims.expert_ffn
+            else:
+                split["MLP channels"] = dims.ffn
+        split |= sizes
+        problems = [f"tp {tp} does not divide the {size} {what}" for what, size in split.items() if size % tp]
+        if dims.kv_heads % tp and tp % dims.kv_heads:
+            problems.append(f"neither of tp {tp} and the {dims.kv_heads} KV heads divides the other")
+        return problems
 
     def _first(self) -> tuple[ParamType, ...]:
         if self.table.positions is None:
@@ -298,6 +324,9 @@ class ModelSpec:
         if self.tied:
             return ()
         return (OUTPUT,)
+
+    def _stacks_of_kinds(self, engine: Engine, coords: ShardCoords) -> dict[LayerSpec, list[Stack]]:
+        return {kind: self._stacks(kind.params, engine, coords) for kind in self.table.kinds}
 
     def _stacks(self, param_types: Iterable[ParamType], engine: Engine, coords: ShardCoords) -> list[Stack]:
         stacks: list[Stack] = []
@@ -359,17 +388,20 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     )
 
 
-def _in_checkpoint(stack: Stack, layer: int, dims: Dims, norm_in_mlp: bool) -> Stack:
-    """Returns a layer's stack, whole, as Megatron's distributed checkpoints store it (megatron-core 0.16.1).
+def _in_checkpoint(stack: Stack, leading: tuple[Shape, Shape], dims: Dims, norm_in_mlp: bool) -> Stack:
+    """Returns a layer's stack, whole, as Megatron's distributed checkpoints store it (megatron-core 0.19.2).
 
-    Layers are a leading axis (TransformerBlock.sharded_state_dict), and below it experts
-    (SequentialMLP's). Norms have the names that they have where Transformer Engine fuses them into
+    Layers that are all alike are a leading axis (TransformerBlock.sharded_state_dict), and below it
+    experts (SequentialMLP's). Norms have the names that they have where Transformer Engine fuses them into
     the linear layer that follows (``sharded_state_dict_keys_map`` of
     models/gpt/gpt_layer_specs.py), that before the MLP only with ``norm_in_mlp``.
+
+    Args:
+        leading: index and extent of the axis of layers; both are empty without one.
     """
     param = stack.param
-    at = (layer, *stack.at)
-    of = (dims.layers, *stack.of)
+    at = (*leading[0], *stack.at)
+    of = (*leading[1], *stack.of)
     norms = (INPUT_NORM, MLP_NORM) if norm_in_mlp else (INPUT_NORM,)
     for module, fused in norms:
         if param.startswith(module):
@@ -380,14 +412,6 @@ def _in_checkpoint(stack: Stack, layer: int, dims: Dims, norm_in_mlp: bool) -> S
         at = (*at, int(expert[1]))
         of = (*of, dims.experts)
     return replace(stack, param=param, at=at, of=of)
-
-
-def _tp_problems(tp: int, dims: Dims, sizes: Mapping[str, int]) -> list[str]:
-    sizes = {"attention heads": dims.heads, "MLP channels": dims.ffn, **sizes}
-    problems = [f"tp {tp} does not divide the {size} {what}" for what, size in sizes.items() if size % tp]
-    if dims.kv_heads % tp and tp % dims.kv_heads:
-        problems.append(f"neither of tp {tp} and the {dims.kv_heads} KV heads divides the other")
-    return problems
 
 
 def _refuse(what: str, problems: list[str]) -> None:

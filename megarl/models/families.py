@@ -6,11 +6,11 @@ outputs]. The dropouts in its configs belong to pretraining and are not applied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from megarl.models.hf_config import Family, HFConfigReader, ParamTable
+from megarl.models.hf_config import Family, HFConfigReader, LayerSpec, ParamTable
 from megarl.models.param_types import (
     ColumnParallel,
     Experts,
@@ -37,6 +37,7 @@ def llama_table(
     qkv: FusedQKV = QKV,
     head_norms: tuple[ParamType, ...] = (),
     mlp: tuple[ParamType, ...] = (GATE_UP, DOWN),
+    experts: Mapping[int, tuple[ParamType, ...]] | None = None,
     output_bias: bool = False,
     megatron: Mapping[str, Any] | None = None,
 ) -> ParamTable:
@@ -44,22 +45,27 @@ def llama_table(
 
     Args:
         head_norms: norms of each head's query and key.
-        mlp: the MLP, or the router and the experts.
+        mlp: the MLP.
+        experts: router and experts of the layers that have them in place of the MLP.
         output_bias: whether the attention's output projection has a bias.
         megatron: additional fields of ``TransformerConfig``.
     """
     attention_output = Names("self_attn.o_proj", "self_attention.linear_proj")
+    attention = (
+        Replicated(names=Names("input_layernorm", "input_layernorm")),
+        qkv,
+        *head_norms,
+        RowParallel(names=attention_output, inputs="attention", bias=output_bias),
+        Replicated(names=Names("post_attention_layernorm", "pre_mlp_layernorm")),
+    )
+    mixtures = experts or {}
+    layers: list[LayerSpec] = []
+    for layer in range(read.positive("num_hidden_layers")):
+        layers.append(LayerSpec((*attention, *mixtures.get(layer, mlp))))
     return ParamTable(
         embedding=VocabRows(names=Names("model.embed_tokens", "embedding.word_embeddings")),
         layer_prefix=Names("model.layers.{}.", "decoder.layers.{}."),
-        layer=(
-            Replicated(names=Names("input_layernorm", "input_layernorm")),
-            qkv,
-            *head_norms,
-            RowParallel(names=attention_output, inputs="attention", bias=output_bias),
-            Replicated(names=Names("post_attention_layernorm", "pre_mlp_layernorm")),
-            *mlp,
-        ),
+        layers=tuple(layers),
         final=(Replicated(names=Names("model.norm", "decoder.final_layernorm")),),
         megatron={
             "normalization": "RMSNorm",
@@ -189,17 +195,27 @@ QWEN3 = Family(
 )
 
 
-def routing(read: HFConfigReader, *, renormalised: bool) -> dict[str, Any]:
-    """Returns the router's fields of ``TransformerConfig``; ``renormalised``: the chosen experts' weights sum to 1."""
+def routing(read: HFConfigReader, mixtures: Collection[int], *, renormalised: bool) -> dict[str, Any]:
+    """Returns the router's fields of ``TransformerConfig``.
+
+    Args:
+        mixtures: layers with experts.
+        renormalised: whether the weights of the chosen experts sum to 1.
+    """
     chosen = read.positive("num_experts_per_tok")
     experts = read.positive("num_experts")
     if chosen > experts:
         read.problems.append(f"num_experts_per_tok: {chosen} exceeds the {experts} experts")
     if chosen == 1 and renormalised:
         read.problems.append("num_experts_per_tok: 1 is not supported where weights sum to 1 (Megatron refuses it)")
+    layers = range(read.positive("num_hidden_layers"))
+    sparse: dict[str, Any] = {}
+    if len(mixtures) < len(layers):
+        sparse["moe_layer_freq"] = [int(layer in mixtures) for layer in layers]
     return {
+        **sparse,
         "num_moe_experts": experts,
-        "moe_ffn_hidden_size": read.positive("intermediate_size"),
+        "moe_ffn_hidden_size": read.positive("moe_intermediate_size"),
         "moe_router_topk": chosen,
         "moe_router_pre_softmax": not renormalised,
     }
@@ -213,7 +229,8 @@ def _mixtral(read: HFConfigReader) -> ParamTable:
     read.require("sliding_window", only="full attention")
     read.require("router_jitter_noise", 0, only="0: routing without noise")
     mlp = _moe("block_sparse_moe.gate", Experts(module="block_sparse_moe.experts", gate="w1", up="w3", down="w2"))
-    return llama_table(read, mlp=mlp, megatron=routing(read, renormalised=True))
+    mixtures = dict.fromkeys(range(read.positive("num_hidden_layers")), mlp)
+    return llama_table(read, experts=mixtures, megatron=routing(read, mixtures, renormalised=True))
 
 
 MIXTRAL = Family(
@@ -221,7 +238,7 @@ MIXTRAL = Family(
     lm_class="MixtralForCausalLM",
     score_class="MixtralForSequenceClassification",
     describe=_mixtral,
-    fields={"num_experts": ("num_local_experts",)},
+    fields={"num_experts": ("num_local_experts",), "moe_intermediate_size": ("intermediate_size",)},
     defaults={
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -232,14 +249,32 @@ MIXTRAL = Family(
 )
 
 
+def sparse_layers(read: HFConfigReader) -> list[int]:
+    """Returns the layers with experts, of Qwen's mixtures: every ``decoder_sparse_step``-th, but for exceptions."""
+    layers = read.positive("num_hidden_layers")
+    step = read.positive("decoder_sparse_step", 1)
+    stated: Any = read.get("mlp_only_layers") or []
+    exceptions: list[Any] = []
+    if isinstance(stated, list):
+        exceptions = cast(list[Any], stated)
+    else:
+        read.problem("mlp_only_layers", stated, "is not a list of layers")
+    found: list[int] = []
+    for layer in range(layers):
+        if (layer + 1) % step == 0 and layer not in exceptions:
+            found.append(layer)
+    if not found:
+        read.problem("mlp_only_layers, decoder_sparse_step", (exceptions, step), "leave no layer with experts")
+    return found
+
+
 def _qwen3_moe(read: HFConfigReader) -> ParamTable:
     refuse_uncommon_attention(read)
-    read.require("mlp_only_layers", [], only="experts in every layer")
-    read.require("decoder_sparse_step", 1, only="experts in every layer")
     read.require("shared_expert_intermediate_size", 0, only="routed experts")
     mlp = _moe("mlp.gate", Experts(module="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"))
-    megatron = {"qk_layernorm": True, **routing(read, renormalised=read.flag("norm_topk_prob"))}
-    return llama_table(read, head_norms=HEAD_NORMS, mlp=mlp, megatron=megatron)
+    mixtures = dict.fromkeys(sparse_layers(read), mlp)
+    megatron = {"qk_layernorm": True, **routing(read, mixtures, renormalised=read.flag("norm_topk_prob"))}
+    return llama_table(read, head_norms=HEAD_NORMS, experts=mixtures, megatron=megatron)
 
 
 QWEN3_MOE = Family(
@@ -247,9 +282,10 @@ QWEN3_MOE = Family(
     lm_class="Qwen3MoeForCausalLM",
     score_class="Qwen3MoeForSequenceClassification",
     describe=_qwen3_moe,
-    fields={"intermediate_size": ("moe_intermediate_size",), "num_experts": ("num_experts", "num_local_experts")},
+    fields={"num_experts": ("num_experts", "num_local_experts")},
     defaults={
-        "intermediate_size": 768,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "num_key_value_heads": 4,
@@ -264,13 +300,8 @@ def _gpt2(read: HFConfigReader) -> ParamTable:
     read.require("reorder_and_upcast_attn", False, only="False")
     read.require("add_cross_attention", False, only="decoders without encoders")
     attention_output = Names("attn.c_proj", "self_attention.linear_proj")
-    return ParamTable(
-        embedding=VocabRows(names=Names("transformer.wte", "embedding.word_embeddings")),
-        positions=Replicated(
-            names=Names("transformer.wpe", "embedding.position_embeddings"), shape=("positions", "hidden")
-        ),
-        layer_prefix=Names("transformer.h.{}.", "decoder.layers.{}."),
-        layer=(
+    layer = LayerSpec(
+        (
             Replicated(names=Names("ln_1", "input_layernorm"), bias=True),
             FusedQKV(
                 hf=("attn.c_attn", "attn.c_attn", "attn.c_attn"),
@@ -283,7 +314,15 @@ def _gpt2(read: HFConfigReader) -> ParamTable:
             Replicated(names=Names("ln_2", "pre_mlp_layernorm"), bias=True),
             ColumnParallel(hf=("mlp.c_fc",), megatron="mlp.linear_fc1", vllm="mlp.c_fc", bias=True, transposed=True),
             RowParallel(names=Names("mlp.c_proj", "mlp.linear_fc2"), inputs="ffn", bias=True, transposed=True),
+        )
+    )
+    return ParamTable(
+        embedding=VocabRows(names=Names("transformer.wte", "embedding.word_embeddings")),
+        positions=Replicated(
+            names=Names("transformer.wpe", "embedding.position_embeddings"), shape=("positions", "hidden")
         ),
+        layer_prefix=Names("transformer.h.{}.", "decoder.layers.{}."),
+        layers=(layer,) * read.positive("num_hidden_layers"),
         final=(Replicated(names=Names("transformer.ln_f", "decoder.final_layernorm"), bias=True),),
         megatron={
             "normalization": "LayerNorm",

@@ -46,8 +46,14 @@ def token_flops(spec: ModelSpec) -> int:
     megatron = spec.table.megatron
     attention = 2 * dims.hidden * dims.head_dim * (dims.heads + dims.kv_heads)
     matrices = 3 if megatron["gated_linear_unit"] else 2
-    mlp = matrices * dims.hidden * dims.ffn * megatron.get("moe_router_topk", 1)
-    return 2 * dims.layers * (attention + mlp + dims.hidden * dims.experts)
+    layers = 0
+    for kind in spec.table.layers:
+        layers += attention
+        if kind.is_mixture:
+            layers += dims.hidden * (matrices * dims.expert_ffn * megatron["moe_router_topk"] + dims.experts)
+        else:
+            layers += matrices * dims.hidden * dims.ffn
+    return 2 * layers
 
 
 def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCounts]) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, cast
 
-from megarl.models.param_types import Dims, Names, ParamType, Replicated, VocabRows
+from megarl.models.param_types import Dims, Experts, Names, ParamType, Replicated, VocabRows
 from megarl.weights.shard_map import ITEM_BYTES
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -24,14 +25,25 @@ SCORE = Replicated(names=Names("score", "output_layer"), shape=("one", "hidden")
 """The head that replaces it in value and reward models."""
 
 
+@dataclass(frozen=True)
+class LayerSpec:
+    """A kind of layer: its parameters, without the prefix of a layer."""
+
+    params: tuple[ParamType, ...]
+
+    @property
+    def is_mixture(self) -> bool:
+        return any(isinstance(param, Experts) for param in self.params)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParamTable:
-    """The parameters of a family, in the order in which vLLM loads them.
+    """The parameters of a model, in the order in which vLLM loads them.
 
     Args:
         layer_prefix: prefix of a layer's names, with ``{}`` for its index (in
             Megatron, in a chunk).
-        layer: parameters of one layer, without that prefix.
+        layers: the kind of each layer.
         final: parameters after the last layer.
         megatron: fields of ``TransformerConfig`` that differ by family: norms, biases, the MLP.
     """
@@ -39,9 +51,14 @@ class ParamTable:
     embedding: VocabRows
     positions: Replicated | None = None
     layer_prefix: Names
-    layer: tuple[ParamType, ...]
+    layers: tuple[LayerSpec, ...]
     final: tuple[ParamType, ...]
     megatron: Mapping[str, Any]
+
+    @cached_property
+    def kinds(self) -> tuple[LayerSpec, ...]:
+        """The kinds of its layers, each once."""
+        return tuple(dict.fromkeys(self.layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +174,11 @@ class HFConfigReader:
         hidden = self.positive("hidden_size")
         mlp_ratio = self.family.mlp_ratio
         heads = self.positive("num_attention_heads")
+        experts = 0
+        expert_ffn = 0
+        if "num_experts" in self.family.fields:
+            experts = self.positive("num_experts")
+            expert_ffn = self.positive("moe_intermediate_size")
         dims = Dims(
             vocab=self.positive("vocab_size"),
             hidden=hidden,
@@ -166,7 +188,8 @@ class HFConfigReader:
             kv_heads=self.positive("num_key_value_heads", heads),
             head_dim=self.positive("head_dim", hidden // heads),
             positions=self.positive("max_position_embeddings"),
-            experts=self.positive("num_experts") if "num_experts" in self.family.fields else 0,
+            experts=experts,
+            expert_ffn=expert_ffn,
         )
         if dims.heads % dims.kv_heads:
             field = self.name("num_key_value_heads")

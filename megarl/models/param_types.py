@@ -27,9 +27,10 @@ class Dims:
     """The sizes of a decoder.
 
     Args:
-        ffn: channels of the MLP, or of each expert.
+        ffn: channels of an MLP without experts.
         positions: maximum sequence length.
-        experts: number per layer; 0 in a dense model.
+        experts: number in a layer that has some; 0 in a dense model.
+        expert_ffn: channels of an expert.
         rows: ids for which Megatron's embedding has rows; None: all of the vocabulary.
     """
 
@@ -42,6 +43,7 @@ class Dims:
     head_dim: int
     positions: int
     experts: int = 0
+    expert_ffn: int = 0
     rows: int | None = None
 
     def size(self, name: Size) -> int:
@@ -370,14 +372,14 @@ class Experts:
     def _gate_up(
         self, param: str, expert: int, dims: Dims, coords: ShardCoords, at: Shape = (), of: Shape = ()
     ) -> Stack:
-        start, stop = coords.tp_range(dims.ffn)
+        start, stop = coords.tp_range(dims.expert_ffn)
         gate = TensorRange(self._tensor(expert, self.gate), start, stop)
         up = TensorRange(self._tensor(expert, self.up), start, stop)
         shape = (gate.size + up.size, dims.hidden)
         return Stack(param=param, shape=shape, parts=(gate, up), at=at, of=of)
 
     def _down(self, param: str, expert: int, dims: Dims, coords: ShardCoords, at: Shape = (), of: Shape = ()) -> Stack:
-        part = TensorRange(self._tensor(expert, self.down), *coords.tp_range(dims.ffn))
+        part = TensorRange(self._tensor(expert, self.down), *coords.tp_range(dims.expert_ffn))
         shape = (dims.hidden, part.size)
         return Stack(param=param, shape=shape, parts=(part,), axis=1, at=at, of=of)
 

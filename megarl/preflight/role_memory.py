@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from megarl.models import ModelSpec
+from megarl.models.hf_config import LayerSpec
 from megarl.role_specs import RoleSpec, logit_chunk
 from megarl.types import HEADS, Layout, RankCoords
 from megarl.weights.shard_map import ITEM_BYTES
@@ -101,10 +102,9 @@ def role_memory(
         inference_logits = _logits(spec, item, pack) * rows
         update_logits = _update_logits(spec, model, reference or model, rows, update_pack, micro_batches)
     attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / layout.tp
-    experts = model.table.megatron.get("moe_router_topk", 1)  # tokens are spread evenly
-    mlp = 5 * dims.ffn * experts / layout.tp
+    mlp = 5 * max(_channels(model, kind) for kind in model.table.kinds) / layout.tp
     forward = pack * (3 * dims.hidden + max(attention, mlp)) * item
-    layer = _layer(spec, model, device)
+    layer = _largest_layer(spec, model, device)
     activations = update_pack * _kept(spec, model, stage, micro_batches, layer)
     again = _recomputed(spec, model, device, layer)  # when the logits are gone
     activations += max(0.0, update_pack * again - update_logits)
@@ -166,7 +166,18 @@ def _in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
     return min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, micro_batches * vpp)
 
 
-def _layer(spec: RoleSpec, model: ModelSpec, device: str) -> float:
+def _channels(model: ModelSpec, kind: LayerSpec) -> int:
+    """Returns the channels of a layer's MLP, or of the experts of a token, over which tokens are spread evenly."""
+    if kind.is_mixture:
+        return model.dims.expert_ffn * model.table.megatron["moe_router_topk"]
+    return model.dims.ffn
+
+
+def _largest_layer(spec: RoleSpec, model: ModelSpec, device: str) -> float:
+    return max(_layer(spec, model, kind, device) for kind in model.table.kinds)
+
+
+def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> float:
     """Returns the bytes of a token that a layer keeps, or recomputes, for its backward pass."""
     dims = model.dims
     tp = spec.layout.tp
@@ -198,13 +209,13 @@ def _layer(spec: RoleSpec, model: ModelSpec, device: str) -> float:
             attention += one  # inputs; those of keys are a part of what is projected
         else:
             attention += one + qkv
-    ffn = dims.ffn * item / tp
-    if dims.experts:
+    ffn = _channels(model, kind) * item / tp
+    if kind.is_mixture:
         chosen = model.table.megatron["moe_router_topk"]
-        expert = 6 * ffn  # with the product of the router's weight
+        experts = 6 * ffn  # with the product of the router's weight
         if spec.fused:
-            expert = 3 * ffn
-        mlp = chosen * (expert + dims.hidden * item) + 16 * dims.experts
+            experts = 3 * ffn
+        mlp = experts + chosen * dims.hidden * item + 16 * dims.experts
     elif spec.recompute == "selective":
         mlp = 0.0
     elif model.table.megatron["gated_linear_unit"]:
@@ -221,7 +232,7 @@ def _recomputed(spec: RoleSpec, model: ModelSpec, device: str, layer: float) -> 
     if spec.recompute == "full":
         return layer
     if spec.recompute == "selective":
-        return _layer(replace(spec, recompute="none"), model, device) - layer
+        return _largest_layer(replace(spec, recompute="none"), model, device) - layer
     return 0.0
 
 

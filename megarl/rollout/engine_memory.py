@@ -65,7 +65,7 @@ class EngineRankMemory:
         tokens, responses = _TOKENS[device]
         scored = min(tokens, responses * (1 + rollout.speculative))
         # Of an MLP on a CPU: gate and up, the gate's SiLU, the product; residual, norm, input, output.
-        batch = tokens * item * 4 * (dims.hidden + dims.ffn // rollout.tp)
+        batch = tokens * item * 4 * (dims.hidden + model.widest_mlp // rollout.tp)
         if device == "cuda":
             repacked = 0
             # Of each token of the vocabulary, each response's count, and whether its prompt has it (PenaltiesState,

@@ -32,6 +32,7 @@ CASES = {
         models.qwen3_moe_config(num_hidden_layers=3),
         [Layout(pp=2, dp=2, ep=2), Layout(tp=2, dp=2, ep=2, sequence_parallel=True)],
     ),
+    "several_kinds": (models.CONFIGS["several_kinds"](), [Layout(pp=2, dp=2, ep=2)]),
 }
 EACH = [
     pytest.param(name, layout, id=f"{name}-{i}")
@@ -80,7 +81,7 @@ def test_megatron_lm_loads_an_import(tmp_path: Path, pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"non_homogeneous_layers": True}, {"singleton_local_shards": True}], ids=str)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "several_kinds"])
 def test_export_reads_one_tensor_per_layer(
     family: str, metadata: dict[str, Any], tmp_path: Path, pool: RankPool
 ) -> None:

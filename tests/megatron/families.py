@@ -142,6 +142,9 @@ MIXTURES: Mapping[str, Family] = {
         kind="qwen3_moe",
         fields={**_ATTENTION, **_EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True},
     ),
+    "several_kinds": Family(
+        kind="qwen3_moe", fields={**_ATTENTION, **_EXPERTS, "mlp_only_layers": [1, 3], "intermediate_size": 44}
+    ),
     "qwen3_moe_renormalised": Family(kind="qwen3_moe", fields={**_ATTENTION, **_EXPERTS, "norm_topk_prob": True}),
 }
 MODELS: Mapping[str, Family] = {

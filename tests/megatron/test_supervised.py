@@ -56,7 +56,7 @@ CASES = [
     *(("llama", "sft", layout, 40) for layout in (TP2, INTERLEAVED, replace(SP2, pp=2))),
     ("qwen2", "sft", SP2, 40),
     *(("mixtral", "sft", replace(EP, **more), 40) for more in ({"ep": 1}, {}, {"dp": 4}, {"pp": 2})),
-    *((name, "sft", replace(EP, pp=2, vpp=2), 40) for name in ("mixtral", "qwen3_moe")),
+    *((name, "sft", replace(EP, pp=2, vpp=2), 40) for name in ("mixtral", "several_kinds")),
     *((name, "sft", replace(SP2, dp=2, ep=2), 40) for name in ("mixtral", "qwen3_moe")),
     *(("plain", "all tokens", layout, 40) for layout in (replace(SP2, pp=2), DP4)),
     *((name, "pairwise", SP2, 40) for name in FAMILIES),

@@ -90,6 +90,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
+        "mlp_only_layers": [1],
     },
     "phi3": {
         "num_key_value_heads": 2,

@@ -114,6 +114,7 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
+_SEVERAL_KINDS = {"mlp_only_layers": [0, 2], "intermediate_size": 36}
 qwen2_config = _config(_QWEN2)
 llama_config = _config(_LLAMA)
 mistral_config = _config(_LLAMA, _MISTRAL)
@@ -131,6 +132,7 @@ CONFIGS: Mapping[str, _Config] = {
     "gpt2": gpt2_config,
     "mixtral": mixtral_config,
     "qwen3_moe": qwen3_moe_config,
+    "several_kinds": _config(_QWEN2, _QWEN3, _QWEN3_MOE, _SEVERAL_KINDS),
 }
 """Tiny models of all families."""
 

@@ -24,6 +24,8 @@ class Model:
         self.groups = config.get("num_key_value_heads") or self.heads
         self.layers = config["n_layer" if self.gpt2 else "num_hidden_layers"]
         self.experts = config.get("num_local_experts") or config.get("num_experts") or 0
+        self.dense = [] if self.experts else list(range(self.layers))
+        self.dense += config.get("mlp_only_layers", [])
 
     @property
     def embedding(self) -> np.ndarray:
@@ -100,7 +102,7 @@ def megatron_layer(model: Model, layer: int, tp: int, rank: int, experts: range)
         whole = {"input_layernorm": "norm1", "pre_mlp_layernorm": "norm2", "mlp.router": "router"}
         whole |= {f"self_attention.{letter}_layernorm": f"{letter}_norm" for letter in "qk"}
         arrays |= {f"{own}.{kind}": model.get(layer, name, kind) for own, name in whole.items()}
-    for local, expert in enumerate(experts):
+    for local, expert in enumerate(experts if layer not in model.dense else ()):
         module = f"mlp.experts.local_experts.{local}."
         gate, up, down = (model.expert(layer, expert, part) for part in ("gate", "up", "down"))
         arrays[f"{module}linear_fc1.weight"] = np.concatenate([chunk(gate), chunk(up)])
@@ -152,6 +154,8 @@ def checkpoint(model: Model, head: str, rows: int) -> Arrays:
     if head == "lm" and "output_layer.weight" in arrays:
         arrays["output_layer.weight"] = padded(arrays["output_layer.weight"], rows)
     layers = [megatron_layer(model, layer, 1, 0, range(model.experts)) for layer in range(model.layers)]
+    if 0 < len(model.dense) < model.layers:
+        return arrays | _layers_by_name(model, layers)
     for name in layers[0]:
         array = np.stack([layer[name] for layer in layers])
         key = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
@@ -165,6 +169,22 @@ def checkpoint(model: Model, head: str, rows: int) -> Arrays:
             [layer[f"mlp.experts.local_experts.{e}.{part}.weight"] for e in range(model.experts)] for layer in layers
         ]
         arrays[f"decoder.layers.mlp.experts.experts.{part}.weight"] = np.array(each)
+    return arrays
+
+
+def _layers_by_name(model: Model, layers: list[Arrays]) -> Arrays:
+    """Layers of several kinds in a Megatron checkpoint: those of a name are not one tensor, but experts are."""
+    arrays: Arrays = {}
+    for number, layer in enumerate(layers):
+        for name, array in layer.items():
+            key = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+            if number in model.dense:
+                key = key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+            if "local_experts" not in key:
+                arrays[f"decoder.layers.{number}.{key}"] = array
+        for part in ("linear_fc1", "linear_fc2") if number not in model.dense else ():
+            each = [layer[f"mlp.experts.local_experts.{e}.{part}.weight"] for e in range(model.experts)]
+            arrays[f"decoder.layers.{number}.mlp.experts.experts.{part}.weight"] = np.array(each)
     return arrays
 
 
@@ -216,7 +236,7 @@ def _vllm_layer(model: Model, layer: int, tp: int, rank: int) -> Arrays:
             f"{own}.{kind}": model.get(layer, name, kind) for own, name in zip(norms, ("norm1", "norm2"), strict=True)
         }
         arrays |= {f"self_attn.{x}_norm.{kind}": model.get(layer, f"{x}_norm", kind) for x in "qk"}
-    if model.experts:
+    if layer not in model.dense:
         moe = "block_sparse_moe" if model.config["model_type"] == "mixtral" else "mlp"
         each = [[model.expert(layer, e, part) for part in ("gate", "up", "down")] for e in range(model.experts)]
         arrays[f"{moe}.gate.weight"] = model.get(layer, "router", "weight")

@@ -20,7 +20,7 @@ from tests.weights import models
 from tests.weights.models import numbered
 from tests.weights.test_planner import check, check_buckets
 
-EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "several_kinds": "num_experts"}
 SEED = 3
 
 
@@ -42,6 +42,8 @@ def transfers(draw: st.DrawFn) -> tuple[ModelSpec, Layout, Layout, int, int]:
     else:
         ffn = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
         changes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": layers}
+        if family == "several_kinds":
+            changes["moe_intermediate_size"] = unit
         changes |= {ffn: 3 * unit} | ({} if family == "qwen2" else {"head_dim": 2 * unit})
         changes["hidden_size"] = 2 * unit * heads if family in ("qwen2", "phi3") else draw(st.sampled_from([6, 10]))
     if experts:

@@ -66,8 +66,8 @@ def test_unsupported_models_are_refused_with_all_reasons() -> None:
         (mixtral_config(num_experts_per_tok=1), ["num_experts_per_tok: 1 is not supported"]),
         (mixtral_config(num_experts_per_tok=4, router_jitter_noise=0.1), ["4 exceeds the 3", "router_jitter_noise"]),
         (
-            qwen3_moe_config(mlp_only_layers=[0], decoder_sparse_step=2, shared_expert_intermediate_size=8),
-            ["mlp_only_layers: [0]", "decoder_sparse_step: 2", "shared_expert_intermediate_size: 8"],
+            qwen3_moe_config(mlp_only_layers=[1, 3], decoder_sparse_step=2, shared_expert_intermediate_size=8),
+            ["leave no layer with experts", "shared_expert_intermediate_size: 8"],
         ),
         (llama_config(quantization_config={"bits": 4}, partial_rotary_factor=0.5), ["quantization", "partial_rotary"]),
     ],

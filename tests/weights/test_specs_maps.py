@@ -36,6 +36,11 @@ def sizes(draw: st.DrawFn, family: str, tp: int) -> dict[str, Any]:
         inner = draw(st.sampled_from([None, 5 * tp]))
         return gpt2_config(**sizes, n_inner=inner, n_positions=7, vocab_size=vocab, tie_word_embeddings=tied)
     ffn = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+    kinds: dict[str, Any] = {}
+    if family == "several_kinds":
+        layers += 1
+        dense = draw(st.lists(st.integers(0, layers - 1), min_size=1, max_size=layers - 1, unique=True))
+        kinds = {"mlp_only_layers": dense, "moe_intermediate_size": tp * draw(st.sampled_from([1, 3]))}
     config = CONFIGS[family](
         hidden_size=heads * head if family == "qwen2" else draw(st.sampled_from([5, 6])),
         num_hidden_layers=layers,
@@ -44,6 +49,7 @@ def sizes(draw: st.DrawFn, family: str, tp: int) -> dict[str, Any]:
         vocab_size=vocab,
         tie_word_embeddings=tied,
         **{ffn: tp * draw(st.sampled_from([1, 3]))},
+        **kinds,
     )
     if family != "qwen2":
         config["head_dim"] = head
@@ -62,7 +68,7 @@ def placed(draw: st.DrawFn, family: str) -> tuple[dict[str, Any], Layout]:
     vpp = draw(st.integers(1, layers // pp)) if pp > 1 else 1
     ep = draw(st.integers(1, 2)) if "num_experts_per_tok" in config else 1
     if ep > 1:
-        config["num_experts" if family == "qwen3_moe" else "num_local_experts"] = 4
+        config["num_local_experts" if family == "mixtral" else "num_experts"] = 4
     return config, Layout(tp=tp, pp=pp, vpp=vpp, ep=ep, dp=ep * draw(st.integers(1, 2)))
 
 
@@ -115,8 +121,8 @@ def test_megatron_maps_are_megatrons_fused_weights(family: str, data: st.DataObj
 def test_vllm_maps_are_vllms_fused_weights(family: str, data: st.DataObject) -> None:
     tp = data.draw(st.sampled_from([1, 2, 4]))
     config = data.draw(sizes(family, tp))
-    if family in ("mixtral", "qwen3_moe"):
-        config["num_experts" if family == "qwen3_moe" else "num_local_experts"] = 5
+    if family in ("mixtral", "qwen3_moe", "several_kinds"):
+        config["num_local_experts" if family == "mixtral" else "num_experts"] = 5
     spec = model_spec(config)
     hf = numbered(spec.canonical())
     maps = [spec.vllm_map(tp, rank) for rank in range(tp)]
@@ -155,7 +161,7 @@ def test_the_maps_have_the_parameters_of_both_kinds_of_layers(family: str) -> No
     """Megatron's checkpoints have Transformer Engine's names of all norms."""
     spec = model_spec(CONFIGS[family]())
     ours = {re.sub(r"^0:|(?<=layers\.)\d+\.", "", name) for name in spec.megatron_map(Layout(), 0).params}
-    theirs = set(spec.checkpoint_map().params)
+    theirs = {re.sub(r"(?<=layers\.)\d+\.", "", name) for name in spec.checkpoint_map().params}
     norms = {name for name in ours if "layernorm" in name}
     assert {name_in_maps(name) for name in theirs if "norm" in name} == norms
     assert theirs & norms < norms
