@@ -258,6 +258,7 @@ def test_a_run_survives_four_faults(straight: Callable[[str], Path], tmp_path: P
     assert any(" collectives begun, " in text for text in stacks), stacks
 
 
+@pytest.mark.matrix
 def test_a_run_that_three_faults_end_resumes_each_time(straight: Callable[[str], Path], tmp_path: Path) -> None:
     """One is the damaged checkpoint of a killed driver."""
     chance = random.Random(1)

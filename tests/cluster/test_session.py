@@ -63,7 +63,7 @@ with Session(config.cluster, Path(sys.argv[1]) / "logs") as session:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGKILL])
 def test_nothing_is_left(number: int, short_directory: Path) -> None:
     """SIGTERM, and endings that come from within, are cases of test_endings.py."""
     trace = Trace()
@@ -122,6 +122,7 @@ def test_a_session_removes_a_tree_that_is_deeper_than_python_can_recurse() -> No
     assert not Path(directory).exists()
 
 
+@pytest.mark.matrix
 def test_rays_head_does_not_grow_with_the_calls(session: Session) -> None:
     """By 3.2 kB a call with the history of Ray's tasks: 8 MB here."""
     node: Any = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]

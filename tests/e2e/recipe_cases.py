@@ -56,6 +56,7 @@ def best_finished(samples: Sequence[Sample]) -> list[Sample]:
 
 IN_MATRIX = frozenset(
     (
+        *("lm_human_preferences", "openrlhf_reinforce_pp_baseline"),
         *("deepspeed_chat", "trl_ppo", "verl_ppo", "reinforce_pp", "rloo", "trl_grpo", "dr_grpo"),
         *("gspo", "cispo", "sapo", "gmpo", "opo", "areal", "colossalchat", "dapo", "vapo", "nemo_aligner_reinforce"),
     )

@@ -106,7 +106,7 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         ("load kill", DIED),
         ("commit kill", DIED),
         ("load stop", LATE),
-        ("step stuck", LATE),
+        pytest.param("step stuck", LATE, marks=pytest.mark.matrix),
     ],
 )
 async def test_the_surviving_engine_is_synced_and_a_new_one_joins(run: Run, fault: str, cause: str) -> None:
@@ -154,6 +154,7 @@ async def test_an_engine_that_dies_in_another_call_is_left_out(
     await run.complete()
 
 
+@pytest.mark.matrix
 async def test_consecutive_engine_deaths_end_with_two_new_engines(run: Run) -> None:
     await run.complete()
     before = len(run.engines.replaced)

@@ -36,6 +36,7 @@ def ended(job: NodeJob, start: float) -> tuple[int, ...]:
     return codes
 
 
+@pytest.mark.matrix
 def test_the_driver_runs_on_all_nodes_in_their_order(directory: Path) -> None:
     with NodeJob(directory, "works") as job:
         assert job.exit_codes() == (0, 0), job.output(0) + job.log("head.log")
@@ -75,6 +76,7 @@ def test_a_run_saves_before_its_job_ends(directory: Path) -> None:
         assert not (job.logs / "ray-head").exists()
 
 
+@pytest.mark.matrix
 def test_a_killed_driver_ends_the_job(busy: NodeJob) -> None:
     start = time.monotonic()
     busy.kill("tests.launch.node_driver train")
@@ -83,6 +85,7 @@ def test_a_killed_driver_ends_the_job(busy: NodeJob) -> None:
     assert (busy.logs / "ray-head" / "raylet.out").exists()
 
 
+@pytest.mark.matrix
 def test_a_killed_agent_of_another_node_ends_the_job(busy: NodeJob) -> None:
     start = time.monotonic()
     busy.agents[1].kill()
@@ -103,6 +106,7 @@ def test_a_killed_agent_of_the_first_node_ends_the_job(busy: NodeJob) -> None:
     assert busy.end() == {"exit_code": 1, "reason": reason, "node": "n1"}
 
 
+@pytest.mark.matrix
 def test_a_killed_raylet_of_the_first_node_ends_the_job(busy: NodeJob) -> None:
     """That of another node is killed in tests/slurm/test_jobs_failures.py."""
     start = time.monotonic()

@@ -237,7 +237,7 @@ def test_a_micro_batch_starts_few_kernels_that_move_few_bytes(
     "size",
     [
         Size(layers=2, hidden=64, ffn=96, heads=8, kv_heads=2, vocab=2000),
-        Size(layers=2, hidden=128, ffn=96, heads=4, kv_heads=2, vocab=2000),
+        pytest.param(Size(layers=2, hidden=128, ffn=96, heads=4, kv_heads=2, vocab=2000), marks=pytest.mark.matrix),
         Size(layers=2, hidden=64, ffn=160, heads=4, kv_heads=2, vocab=2000, family="qwen3"),
     ],
     ids=["qwen2 of 64", "qwen2 of 128", "qwen3"],

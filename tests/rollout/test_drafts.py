@@ -134,6 +134,7 @@ def test_recorded_sets_and_log_probabilities_are_of_the_model(engine: Engine) ->
     assert engine.take_drafts().accepted > 0
 
 
+@pytest.mark.matrix
 def test_pairs_of_tokens_have_the_models_distribution(engine: Engine) -> None:
     """The prompt has every likely pair, so that the second token of a response is nearly always drafted."""
     samples = 4000

@@ -56,6 +56,7 @@ def _requests(count: int, length: int) -> list[SampleRequest]:
 
 
 @pytest.mark.e2e
+@pytest.mark.matrix
 def test_process_memory_is_as_planned(
     process: EngineProcess, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_synced_engine_equals_one_that_quantized_the_files(process: EngineProc
     assert_same(ask(process), expected)
 
 
+@pytest.mark.matrix
 def test_an_aborted_sync_does_not_deadlock_ranks_that_exchange_scales(
     pair: EngineProcess, directories: list[Path]
 ) -> None:

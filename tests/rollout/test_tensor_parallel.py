@@ -56,6 +56,7 @@ def test_each_rank_answers_with_its_stacks(pair: EngineProcess, logs: Path) -> N
     assert all("/vllm/" in each.text for each in found), found
 
 
+@pytest.mark.matrix
 def test_ranks_receive_weights_between_two_steps(pair: EngineProcess, models: Mapping[str, Path]) -> None:
     start(pair, models["qwen2"], tp=2, weights="files", mode="inflight")
     pair.apply(in_process.begin, requests())

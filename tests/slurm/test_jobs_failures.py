@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.process, pytest.mark.e2e]
 PPO = ("configs/debug/ppo.yaml", "run.steps=1000", "--nodes=2", "cluster.devices_per_node=1")
 
 
+@pytest.mark.matrix
 def test_a_node_whose_slurmd_is_killed_is_named(launcher: Launcher, tmp_path: Path) -> None:
     run = launcher.run(tmp_path / "run", *SFT, "run.steps=100000", "--set=requeue=false")
     run.until(lambda: run.steps, "a step was taken")

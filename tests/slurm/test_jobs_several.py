@@ -40,6 +40,7 @@ def link(directory: Path, name: str, model: str, steps: int) -> str:
     return str(file)
 
 
+@pytest.mark.matrix
 def test_a_chained_job_starts_from_the_model_of_a_run_that_had_to_leave(launcher: Launcher, tmp_path: Path) -> None:
     """The first job is told to leave, and goes on when Slurm has queued it again; the second waits for its end."""
     exported = f"{{random: null, path: {tmp_path / 'first' / 'export'}}}"

@@ -115,6 +115,7 @@ def test_a_refusal_by_sbatch_is_reported(login: User) -> None:
     assert login.calls == []
 
 
+@pytest.mark.matrix
 def test_jobs_left_running_are_reported_and_cancelled(login: User, slurm: Slurm) -> None:
     login.let("sft", stay=True)
     files = two_stages(login.directory)
