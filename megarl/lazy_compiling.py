@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -39,6 +41,34 @@ def absent(module: str) -> Iterator[None]:
     finally:
         if hidden:
             del sys.modules[module]
+
+
+@contextmanager
+def distributions_by_records() -> Iterator[None]:
+    """Has the distributions of packages be found without a look at each of their files.
+
+    transformers (5.19) asks for them when it is imported. The standard library then looks for every
+    installed file, which takes as long as the rest of the import, and longer on a network's file system.
+    """
+    slowly = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = _packages_distributions
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = slowly
+
+
+def _packages_distributions() -> dict[str, list[str]]:
+    """Returns the names of the distributions of each top-level package, from ``top_level.txt`` or ``RECORD``."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for distribution in importlib.metadata.distributions():
+        packages = set((distribution.read_text("top_level.txt") or "").split())
+        if not packages:
+            for line in (distribution.read_text("RECORD") or "").splitlines():
+                packages.add(line.partition(",")[0].partition("/")[0].removesuffix(".py"))
+        for package in packages:
+            found[package].append(distribution.metadata["Name"])
+    return dict(found)
 
 
 def _deferred(compile_: Callable[..., Any], function: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from megarl.lazy_compiling import _packages_distributions, distributions_by_records
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "megarl"
@@ -203,3 +206,12 @@ def test_light_modules_import_nothing_heavy(part: str) -> None:
     code = f"import sys, megarl.{part}; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_distributions_are_found_as_the_standard_library_finds_them() -> None:
+    expected = importlib.metadata.packages_distributions()
+    with distributions_by_records():
+        found = importlib.metadata.packages_distributions()
+    assert "transformers" in expected
+    assert {name: set(found[name]) for name in expected} == {name: set(names) for name, names in expected.items()}
+    assert importlib.metadata.packages_distributions is not _packages_distributions

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.schema import Model
 from megarl.data.sources import UnusableRowError
 from megarl.files import format_bytes
+from megarl.lazy_compiling import distributions_by_records
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -240,7 +241,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         if file.suffix in _READ and (not file.is_file() or file.stat().st_size > LARGEST_FILE):
             rule = f"is no regular file of at most {format_bytes(LARGEST_FILE)}"
             raise ValueError(f"{directory}: the tokenizer cannot be loaded: {file.name} {rule}")
-    from transformers import AutoTokenizer
+    with distributions_by_records():
+        from transformers import AutoTokenizer
 
     with _rust_errors(f"{directory}: the tokenizer cannot be loaded"):
         hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.lazy_compiling import distributions_by_records
 from megarl.models import ModelSpec
 from megarl.models.rope import Rope
 
@@ -17,13 +18,13 @@ def rotations(spec: ModelSpec, rope: Rope) -> tuple[Tensor, float]:
     Returns:
         Radians, [rotated elements / 2] float32; on the CPU, as transformers and vLLM compute them.
     """
-    from transformers import PretrainedConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     dims = spec.dims
     if rope.kind == "default":
         width = int(dims.head_dim * rope.share)
         return 1 / rope.base ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
+    with distributions_by_records():
+        from transformers import PretrainedConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     fields: dict[str, Any] = {
         "rope_parameters": dict(rope.parameters),
         "head_dim": dims.head_dim,

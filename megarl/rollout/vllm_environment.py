@@ -12,7 +12,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 
 from megarl.garbage_collection import importing
-from megarl.lazy_compiling import absent, compiled_at_first_call
+from megarl.lazy_compiling import absent, compiled_at_first_call, distributions_by_records
 
 _ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in the engine's process
@@ -79,6 +79,7 @@ def importing_vllm(device: str) -> Iterator[None]:
     """
     with ExitStack() as changes:
         changes.enter_context(importing())
+        changes.enter_context(distributions_by_records())
         if device == "cpu":
             with absent("torch._inductor.lowering"):
                 import_module("vllm")

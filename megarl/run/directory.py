@@ -16,6 +16,7 @@ from megarl.config import ConfigError, RunConfig, TrainingConfig, save
 from megarl.config.schema import CheckpointSettings, RandomModel
 from megarl.errors import PreemptedError, RunError
 from megarl.files import FileRecord, full_disk, read_lines, sync, truncate_lines, write_durably, write_errors
+from megarl.lazy_compiling import distributions_by_records
 from megarl.run.attempts import AttemptLog, EndReason
 from megarl.run.checkpoints import Checkpoint, Checkpoints, writing
 from megarl.run.frozen_weights import FROZEN, digest_frozen_weights
@@ -251,8 +252,10 @@ def model_directory(config: RunConfig, run_dir: Path) -> str:
 def write_random_model(model: RandomModel, directory: Path) -> None:
     """Writes config.json and safetensors of a randomly initialized model, without a tokenizer."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
+
+    with distributions_by_records():
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
 
     logging.disable_progress_bar()
     fields = dict(model.config)
