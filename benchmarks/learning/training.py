@@ -31,6 +31,8 @@ def work(cell: Cell) -> None:
         share_conversations()
     elif cell.algorithm in CURRICULA:
         share_mixed()
+    elif cell.algorithm in PREFERENCES:
+        share("sft")
     else:
         share()
     if cell.algorithm in DISTILLED:
