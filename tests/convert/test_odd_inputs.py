@@ -83,7 +83,7 @@ def test_layers_that_differ_in_shape_or_dtype_are_named(layer: str, shape: tuple
     tensors = {first: TensorInfo((6, 4), "float32"), other: TensorInfo(shape, dtype)}
     message = rf"{other} is \[\d, 4\] of \w+, unlike others of decoder.layers.mlp"
     with pytest.raises(CheckpointError, match=message):
-        _stacked(DCPIndex(tensors=tensors, chunks=()))
+        _stacked(DCPIndex(tensors=tensors, chunks=()), layers=True)
 
 
 def test_layers_that_lack_experts_are_refused(tmp_path: Path) -> None:

@@ -181,7 +181,9 @@ async def test_engines_updated_in_turn_do_not_wait_for_each_other(run: Run) -> N
 def test_replacements_are_limited(session: Session, run: Run) -> None:
     """The last test: the run is over."""
     session.run(run.complete())
-    run.engines._replacements = len(run.engines.replaced)
+    limit = len(run.engines.replaced)
+    run.engines._replacements = limit
     (run.faults / "0").write_text("begin kill")
-    with pytest.raises(WorkerError, match=r"(?s)engine 0 died in rollout\.receive_weights.*max_replacements = 12 is"):
+    message = rf"(?s)engine 0 died in rollout\.receive_weights.*max_replacements = {limit} is"
+    with pytest.raises(WorkerError, match=message):
         session.run(run.sync())
