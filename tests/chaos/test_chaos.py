@@ -239,6 +239,7 @@ def test_conversations_survive_the_loss_of_their_environments(
     assert_whole(directory, whole)
 
 
+@pytest.mark.matrix
 def test_a_run_survives_four_faults(straight: Callable[[str], Path], tmp_path: Path) -> None:
     chance = random.Random(0)
     directory = tmp_path / "run"

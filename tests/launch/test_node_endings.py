@@ -97,6 +97,7 @@ def test_a_killed_agent_of_another_node_ends_the_job(busy: NodeJob) -> None:
     assert (busy.logs / "ray-worker-1" / "raylet.out").exists()
 
 
+@pytest.mark.matrix
 def test_a_killed_agent_of_the_first_node_ends_the_job(busy: NodeJob) -> None:
     start = time.monotonic()
     busy.agents[0].kill()

@@ -41,7 +41,7 @@ def test_a_stopped_job_saves_and_another_one_finishes_its_run(head: RayHead, tmp
     options = ["--no-wait", "--submission-id", "first", "--runtime-env-json", patience]
     code, output = submit(head, run_dir, 100_000, *options)
     assert code == 0, output
-    assert comes_true(lambda: len(steps(run_dir)) > 1, 200), head.job("logs", "first").stdout
+    assert comes_true(lambda: len(steps(run_dir)) > 1, 500), head.job("logs", "first").stdout
     stopped = head.job("stop", "first")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     (attempt,) = read_attempts(run_dir / "attempts.jsonl")

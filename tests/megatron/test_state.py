@@ -75,7 +75,14 @@ CASES: dict[str, tuple[Roles, Model, torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize(("layouts", "model", "dtype"), CASES.values(), ids=CASES)
+MORE = ("PP2 x DP2 and TP2 x DP2", "PP2 interleaved and PP2")
+"""Of `make matrix`."""
+
+
+@pytest.mark.parametrize(
+    ("layouts", "model", "dtype"),
+    [pytest.param(*case, id=name, marks=pytest.mark.matrix if name in MORE else ()) for name, case in CASES.items()],
+)
 def test_resumed_roles_continue_bit_for_bit(
     pool: RankPool, tmp_path: Path, layouts: Roles, model: Model, dtype: torch.dtype
 ) -> None:
@@ -126,9 +133,15 @@ MIXTURE = "qwen3_moe_renormalised"
     ("name", "family", "layout", "dtype", "elsewhere"),
     [
         ("actor", "gpt2", Layout(tp=2, pp=2), torch.bfloat16, [TP4, Layout(dp=3), INTERLEAVED]),
-        ("critic", "gpt2", Layout(tp=2, pp=2), torch.bfloat16, [ONE, PP4, replace(SP2, dp=2)]),
+        pytest.param(
+            *("critic", "gpt2", Layout(tp=2, pp=2), torch.bfloat16, [ONE, PP4, replace(SP2, dp=2)]),
+            marks=pytest.mark.matrix,
+        ),
         ("actor", "qwen3", Layout(tp=2, dp=2), torch.float32, [ONE, PP4, replace(SP2, dp=2)]),
-        ("critic", "qwen3", Layout(tp=2, dp=2), torch.float32, [TP4, Layout(dp=3), INTERLEAVED]),
+        pytest.param(
+            *("critic", "qwen3", Layout(tp=2, dp=2), torch.float32, [TP4, Layout(dp=3), INTERLEAVED]),
+            marks=pytest.mark.matrix,
+        ),
         ("actor", MIXTURE, replace(EP2, pp=2), torch.bfloat16, [ONE, replace(SP2, dp=2, ep=2), INTERLEAVED]),
         ("actor", MIXTURE, replace(SP2, dp=2, ep=2), torch.float32, [Layout(dp=3, ep=3), Layout(dp=4, ep=2)]),
     ],
