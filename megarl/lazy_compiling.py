@@ -48,7 +48,7 @@ def distributions_by_records() -> Iterator[None]:
     """Has the distributions of packages be found without a look at each of their files.
 
     transformers (5.19) asks for them when it is imported. The standard library then looks for every
-    installed file, which takes as long as the rest of the import, and longer on a network's file system.
+    installed file, which takes more than half of the import.
     """
     slowly = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = _packages_distributions

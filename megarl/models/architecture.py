@@ -374,7 +374,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     table = family.describe(reader)
     tied = reader.flag("tie_word_embeddings")
     if reader.problems:
-        problems = "\n  ".join(reader.problems)
+        problems = "\n  ".join(dict.fromkeys(reader.problems))  # some fields are read more than once
         raise ValueError(f"the {family.model_type} model is not supported:\n  {problems}")
     return ModelSpec(
         family=family,

@@ -21,6 +21,8 @@ from transformers import (
     Qwen2Config,
 )
 
+from tests.megatron.families import LLAMA3_ROPE, YARN
+
 VOCAB = 104  # ids of the model; vLLM pads them to 128
 USED_VOCAB = 100  # ids in use; the engine must not sample the rest
 END = 1
@@ -56,14 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
         "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 1e3,
-            "factor": 8.0,
-            "low_freq_factor": 1.5,
-            "high_freq_factor": 6.0,
-            "original_max_position_embeddings": 40,
-        },
+        "rope_parameters": LLAMA3_ROPE,
     },
     "mistral": {
         "num_key_value_heads": 1,
@@ -73,12 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e3,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
+        "rope_parameters": YARN,
     },
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
     "gpt2": {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": MAX_LEN + 1},  # vLLM asks for one more
