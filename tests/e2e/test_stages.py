@@ -158,7 +158,7 @@ def responses_of(pairs: list[dict[str, list[int]]]) -> list[tuple[list[int], lis
     return [(row["prompt_ids"], row[side]) for row in pairs for side in ("chosen_ids", "rejected_ids")]
 
 
-@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize("precompute", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_dpo_learns_and_its_losses_equal_transformers(tmp_path: Path, precompute: bool) -> None:
     """The reference, of another layout than the actor, keeps the initial weights, or kept log-probabilities."""
     settings = ["preference.loss.label_smoothing=0.1"]

@@ -54,6 +54,7 @@ def test_a_stopped_job_saves_and_another_one_finishes_its_run(head: RayHead, tmp
     assert (run_dir / "export" / "model.safetensors").exists()
 
 
+@pytest.mark.matrix
 def test_a_mistake_in_the_configuration_fails_the_job(head: RayHead, tmp_path: Path) -> None:
     code, output = submit(head, Path("/proc/none"), 4)
     assert code == 1

@@ -49,6 +49,7 @@ def test_a_node_whose_ray_is_killed_is_named(launcher: Launcher, tmp_path: Path)
     assert (run.logs / "ray-worker-1" / "raylet.out").exists()
 
 
+@pytest.mark.matrix
 def test_scancel_ends_a_run_cleanly(launcher: Launcher, tmp_path: Path) -> None:
     run = launcher.run(tmp_path / "run", *SFT, "run.steps=100000")
     run.until(lambda: run.steps, "a step was taken")
