@@ -29,6 +29,7 @@ SMOKE: Mapping[str, Sequence[str]] = {
     "convert": ["--layers", "1", "--vocab-size", "1000"],
     "debug_run": ["configs/debug/grpo.yaml", "run.steps=2", "evaluation=null"],
     "drafts": ["--tokens", "8", "--layers", "1", "--rounds", "1"],
+    "experts": ["--rounds", "1", "--largest", "8"],
     "gateway": ["--sessions", "2", "--turns", "5"],
     "packed_attention": ["--rounds", "1"],
     "plan": ["--rollout", "tp=8,replicas=1"],

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -42,6 +41,7 @@ from torch import Tensor
 from megarl.config.schema import LayerChoice
 from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
+from megarl.megatron.experts import GroupedExperts
 from megarl.megatron.platform.kernels import LayerKind, layer_kind
 from megarl.megatron.rotary import rotations
 from megarl.models import ModelSpec
@@ -365,8 +365,9 @@ def _local_layer(config: TransformerConfig, kind: LayerSpec, norm: Any) -> Modul
     """Returns Megatron's local layer with this package's norms, attention and router."""
     layer: Any = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     if kind.is_mixture:
-        experts = LocalSpecProvider().grouped_mlp_modules(False)
-        layer.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+        experts: Any = GroupedExperts  # it lacks the delayed weight gradients of Megatron's interface
+        modules = MoESubmodules(experts=experts, router=Router)
+        layer.submodules.mlp = partial(MoELayer, submodules=modules)
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +35,6 @@ from megarl.weights.shard_map import Box, Manifest, Shape, Shard, ShardMap, Tens
 
 _PrefixedStacks = tuple[str, str, Sequence[Stack]]
 """Stacks, which layers share, after the prefixes of their local and canonical names."""
-
-_EXPERT = re.compile(re.escape(MEGATRON_EXPERTS).replace(r"\{\}", r"(\d+)"))
 
 
 def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
@@ -228,7 +225,7 @@ class ModelSpec:
                 local = self.table.layer_prefix.megatron.removesuffix("{}.")
                 leading = ((i,), (self.dims.layers,))
             norm_in_mlp = not kind.is_mixture or not transformer_engine
-            stored = [_in_checkpoint(stack, leading, self.dims, norm_in_mlp) for stack in stacks[kind]]
+            stored = [_in_checkpoint(stack, leading, norm_in_mlp) for stack in stacks[kind]]
             groups.append((local, self.table.layer_prefix.hf.format(i), stored))
         return self._shard_map(groups)
 
@@ -388,7 +385,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     )
 
 
-def _in_checkpoint(stack: Stack, leading: tuple[Shape, Shape], dims: Dims, norm_in_mlp: bool) -> Stack:
+def _in_checkpoint(stack: Stack, leading: tuple[Shape, Shape], norm_in_mlp: bool) -> Stack:
     """Returns a layer's stack, whole, as Megatron's distributed checkpoints store it (megatron-core 0.19.2).
 
     Layers that are all alike are a leading axis (TransformerBlock.sharded_state_dict), and below it
@@ -406,11 +403,8 @@ def _in_checkpoint(stack: Stack, leading: tuple[Shape, Shape], dims: Dims, norm_
     for module, fused in norms:
         if param.startswith(module):
             param = fused + param.removeprefix(module)
-    expert = _EXPERT.match(param)
-    if expert:
-        param = f"mlp.experts.experts{param[expert.end() :]}"
-        at = (*at, int(expert[1]))
-        of = (*of, dims.experts)
+    if param.startswith(MEGATRON_EXPERTS):
+        param = f"mlp.experts.experts.{param.removeprefix(MEGATRON_EXPERTS)}"
     return replace(stack, param=param, at=at, of=of)
 
 

@@ -279,12 +279,12 @@ def canonical_shapes(param_types: Iterable[ParamType], dims: Dims) -> dict[str, 
     return canonical
 
 
+MEGATRON_EXPERTS = "mlp.experts."
+"""Prefix of the parameters of a layer's experts in Megatron."""
+
+
 def _kinds(bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if bias else ("weight",)
-
-
-MEGATRON_EXPERTS = "mlp.experts.local_experts.{}"
-"""Megatron's module of an expert, by its local index."""
 
 
 class FusedQKV(ColumnParallel):
@@ -337,9 +337,8 @@ def _slice(parts: Sequence[TensorRange], start: int, stop: int) -> list[TensorRa
 class Experts:
     """The experts of a layer: gated MLPs without biases.
 
-    Megatron has a module per local expert, fused as in a dense model. vLLM has two parameters for
-    all experts: [experts, gate shard; up shard, hidden] and [experts, hidden, channels of the
-    shard].
+    Both engines have two parameters for all experts of a rank: [experts, gate shard; up shard,
+    hidden] and [experts, hidden, channels of the shard].
 
     Args:
         module: HF's module of all experts; vLLM's parameters are in ``routed_experts`` of it.
@@ -353,35 +352,33 @@ class Experts:
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         experts = coords.experts(dims.experts)
-        if engine == "megatron":
-            for local, expert in enumerate(experts):
-                module = MEGATRON_EXPERTS.format(local)
-                yield self._gate_up(f"{module}.linear_fc1.weight", expert, dims, coords)
-                yield self._down(f"{module}.linear_fc2.weight", expert, dims, coords)
-        else:
-            of = (len(experts),)
-            vllm = f"{self.module}.routed_experts"
-            for i, expert in enumerate(experts):
-                yield self._gate_up(f"{vllm}.w13_weight", expert, dims, coords, (i,), of)
-            for i, expert in enumerate(experts):
-                yield self._down(f"{vllm}.w2_weight", expert, dims, coords, (i,), of)
-
-    def _tensor(self, expert: int, name: str) -> str:
-        return f"{self.module}.{expert}.{name}.weight"
-
-    def _gate_up(
-        self, param: str, expert: int, dims: Dims, coords: ShardCoords, at: Shape = (), of: Shape = ()
-    ) -> Stack:
         start, stop = coords.tp_range(dims.expert_ffn)
-        gate = TensorRange(self._tensor(expert, self.gate), start, stop)
-        up = TensorRange(self._tensor(expert, self.up), start, stop)
-        shape = (gate.size + up.size, dims.hidden)
-        return Stack(param=param, shape=shape, parts=(gate, up), at=at, of=of)
-
-    def _down(self, param: str, expert: int, dims: Dims, coords: ShardCoords, at: Shape = (), of: Shape = ()) -> Stack:
-        part = TensorRange(self._tensor(expert, self.down), *coords.tp_range(dims.expert_ffn))
-        shape = (dims.hidden, part.size)
-        return Stack(param=param, shape=shape, parts=(part,), axis=1, at=at, of=of)
+        if engine == "megatron":
+            prefix = MEGATRON_EXPERTS
+            names = ("linear_fc1.weight", "linear_fc2.weight")
+        else:
+            prefix = f"{self.module}.routed_experts."
+            names = ("w13_weight", "w2_weight")
+        for local, expert in enumerate(experts):
+            tensors = f"{self.module}.{expert}."
+            gate = TensorRange(f"{tensors}{self.gate}.weight", start, stop)
+            up = TensorRange(f"{tensors}{self.up}.weight", start, stop)
+            down = TensorRange(f"{tensors}{self.down}.weight", start, stop)
+            yield Stack(
+                param=prefix + names[0],
+                shape=(gate.size + up.size, dims.hidden),
+                parts=(gate, up),
+                at=(local,),
+                of=(len(experts),),
+            )
+            yield Stack(
+                param=prefix + names[1],
+                shape=(dims.hidden, down.size),
+                parts=(down,),
+                axis=1,
+                at=(local,),
+                of=(len(experts),),
+            )
 
 
 ParamType = Replicated | VocabRows | ColumnParallel | RowParallel | FusedQKV | Experts

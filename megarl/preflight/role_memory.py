@@ -212,7 +212,7 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
     ffn = _channels(model, kind) * item / tp
     if kind.is_mixture:
         chosen = model.table.megatron["moe_router_topk"]
-        experts = 6 * ffn  # with the product of the router's weight
+        experts = 5 * ffn  # with the product of the router's weight
         if spec.fused:
             experts = 3 * ffn
         mlp = experts + chosen * dims.hidden * item + 16 * dims.experts

@@ -25,7 +25,7 @@ def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
     parameters = model.parameters()
     expected = placed(read_directory(Path(hf)), spec.megatron_map(layout, rank, spec.head))
     for name, parameter in parameters.items():
-        assert torch.equal(parameter, expected[name]), name
+        assert torch.equal(parameter, _of_expert(expected, name)), name
     return len(parameters)
 
 
@@ -39,7 +39,7 @@ def save(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
     held = placed(read_directory(Path(hf)), shard_map, padding=float("nan"))  # what padding holds must not matter
     with torch.no_grad():
         for name, parameter in model.parameters().items():
-            parameter.copy_(held[name])
+            parameter.copy_(_of_expert(held, name))
     if rank == 0:
         Path(directory).mkdir(parents=True)
     torch.distributed.barrier()
@@ -49,16 +49,28 @@ def save(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
         dist_checkpointing.save(state, directory, content_metadata=metadata)
 
 
+def _of_expert(held: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """What our maps hold of a parameter of Megatron's; ours have all experts of a rank in one."""
+    before, found, after = name.partition("local_experts.")
+    if not found:
+        return held[name]
+    expert, _, rest = after.partition(".")
+    return held[before + rest][int(expert)]
+
+
 def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any, Any]:
-    """The spec, this rank's chunks, and Megatron's description of what they hold."""
-    from megarl.megatron.model import build_model
+    """The spec, this rank's chunks with Megatron's own experts, and Megatron's description of what they hold."""
+    from megatron.core.models.backends import LocalSpecProvider
+
+    from megarl.megatron import model as models
     from megarl.megatron.parallel import GroupCache, build_groups
     from megarl.models import model_spec
 
     spec = model_spec(config)
     groups = build_groups(layout, rank, GroupCache())
     dtype = getattr(torch, spec.dtype)
-    model = build_model(spec, layout, groups, head=spec.head, dtype=dtype, trainable=False)
+    with patch.object(models, "GroupedExperts", LocalSpecProvider().grouped_mlp_modules(False)):
+        model = models.build_model(spec, layout, groups, head=spec.head, dtype=dtype, trainable=False)
     return spec, model, _sharded(model, {})
 
 

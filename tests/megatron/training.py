@@ -107,7 +107,7 @@ def canonical(snapshots: Sequence[Snapshot]) -> dict[str, torch.Tensor]:
 def _put(whole: dict[str, torch.Tensor], name: str, shard: Any, param: torch.Tensor) -> None:
     """Writes all elements that are not NaN; the tensor grows as needed, and unwritten elements are NaN."""
     region, values = shard.region, param[shard.box.slices]
-    values = values.T if shard.transposed else values
+    values = (values.mT if shard.transposed else values).reshape(region.shape)
     shape = (
         tuple(max(a, b) for a, b in zip(region.stop, whole[name].shape, strict=True)) if name in whole else region.stop
     )

@@ -102,11 +102,11 @@ def megatron_layer(model: Model, layer: int, tp: int, rank: int, experts: range)
         whole = {"input_layernorm": "norm1", "pre_mlp_layernorm": "norm2", "mlp.router": "router"}
         whole |= {f"self_attention.{letter}_layernorm": f"{letter}_norm" for letter in "qk"}
         arrays |= {f"{own}.{kind}": model.get(layer, name, kind) for own, name in whole.items()}
-    for local, expert in enumerate(experts if layer not in model.dense else ()):
-        module = f"mlp.experts.local_experts.{local}."
-        gate, up, down = (model.expert(layer, expert, part) for part in ("gate", "up", "down"))
-        arrays[f"{module}linear_fc1.weight"] = np.concatenate([chunk(gate), chunk(up)])
-        arrays[f"{module}linear_fc2.weight"] = chunk(down, 1)
+    if layer not in model.dense:
+        each = [[model.expert(layer, expert, part) for part in ("gate", "up", "down")] for expert in experts]
+        first = [np.concatenate([chunk(gate), chunk(up)]) for gate, up, _ in each]
+        arrays["mlp.experts.linear_fc1.weight"] = np.array(first)
+        arrays["mlp.experts.linear_fc2.weight"] = np.array([chunk(down, 1) for _, _, down in each])
     return {name: array for name, array in arrays.items() if array is not None}
 
 
@@ -161,15 +161,12 @@ def checkpoint(model: Model, head: str, rows: int) -> Arrays:
         key = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
         if not model.experts:
             key = key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        if "local_experts" in key:
-            continue
-        arrays[f"decoder.layers.{key}"] = array
-    for part in ("linear_fc1", "linear_fc2") if model.experts else ():
-        each = [
-            [layer[f"mlp.experts.local_experts.{e}.{part}.weight"] for e in range(model.experts)] for layer in layers
-        ]
-        arrays[f"decoder.layers.mlp.experts.experts.{part}.weight"] = np.array(each)
+        arrays[f"decoder.layers.{_experts_key(key)}"] = array
     return arrays
+
+
+def _experts_key(key: str) -> str:
+    return key.replace("mlp.experts.", "mlp.experts.experts.")
 
 
 def _layers_by_name(model: Model, layers: list[Arrays]) -> Arrays:
@@ -180,11 +177,7 @@ def _layers_by_name(model: Model, layers: list[Arrays]) -> Arrays:
             key = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
             if number in model.dense:
                 key = key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-            if "local_experts" not in key:
-                arrays[f"decoder.layers.{number}.{key}"] = array
-        for part in ("linear_fc1", "linear_fc2") if number not in model.dense else ():
-            each = [layer[f"mlp.experts.local_experts.{e}.{part}.weight"] for e in range(model.experts)]
-            arrays[f"decoder.layers.{number}.mlp.experts.experts.{part}.weight"] = np.array(each)
+            arrays[f"decoder.layers.{number}.{_experts_key(key)}"] = array
     return arrays
 
 

@@ -1,0 +1,102 @@
+"""The experts of a layer: one parameter for each matrix of all of them, and grouped products.
+
+Megatron's own experts without Transformer Engine are modules that are called one after the other
+(SequentialMLP, 0.19).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class ExpertLinear(torch.nn.Module):
+    """A matrix [outputs, inputs] for each expert of a rank.
+
+    Grouped products need rows of a multiple of 16 bytes, and on a GPU bfloat16 (torch 2.13). Other
+    matrices are multiplied one by one.
+
+    Args:
+        axis: axis of the matrix that TP splits.
+    """
+
+    def __init__(self, experts: int, outputs: int, inputs: int, config: TransformerConfig, *, axis: int) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        values = torch.empty(experts, outputs, inputs, dtype=config.params_dtype, device=device)
+        weight: Any = torch.nn.Parameter(values)
+        set_tensor_model_parallel_attributes(weight, True, axis + 1, 1)
+        # As in Megatron, where gradients are summed over the replicas of the same experts.
+        weight.allreduce = config.expert_model_parallel_size == 1
+        self.weight = weight
+        self._aligned = all(size * values.itemsize % 16 == 0 for size in (outputs, inputs))
+
+    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        """[T, inputs] -> [T, outputs]; each expert has the rows from the last one's end to its own."""
+        weight = self.weight.transpose(-2, -1)
+        if self._aligned and (tokens.device.type == "cpu" or tokens.dtype == torch.bfloat16):
+            return _Contiguous.apply(F.grouped_mm(tokens, weight, offs=ends))
+        products: list[Tensor] = []
+        parts = tokens.tensor_split(ends[:-1].to("cpu", torch.int64))
+        for part, matrix in zip(parts, weight, strict=True):
+            products.append(part @ matrix)
+        return torch.cat(products)
+
+
+class _Contiguous(torch.autograd.Function):
+    """The same; grouped products need gradients without gaps, and do not say so (torch 2.13)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+class GroupedExperts(torch.nn.Module):
+    """The gated MLPs of this rank's experts, without biases.
+
+    A ``MoELayer`` makes it, and sends it the tokens.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        assert config.moe_ffn_hidden_size is not None
+        channels = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        hidden = config.hidden_size
+        self.linear_fc1 = ExpertLinear(num_local_experts, 2 * channels, hidden, config, axis=0)
+        self.linear_fc2 = ExpertLinear(num_local_experts, hidden, channels, config, axis=1)
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Applies each expert to its tokens.
+
+        Args:
+            tokens: [T, hidden], those of one expert after those of another.
+            tokens_per_expert: [experts].
+            weights: [T], those of the experts in the sums of their tokens.
+        """
+        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
+        both = self.linear_fc1(tokens, ends)
+        if self._config.bias_activation_fusion:
+            activated = weighted_bias_swiglu_impl(both, None, weights.unsqueeze(-1))
+        else:
+            gate, up = both.chunk(2, dim=-1)
+            activated = self._config.activation_func(gate) * up * weights.unsqueeze(-1)
+            activated = activated.to(both.dtype)
+        return self.linear_fc2(activated, ends), None
