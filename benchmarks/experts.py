@@ -47,7 +47,9 @@ def main(arguments: Sequence[str]) -> None:
             print(f"{experts:7}  {chosen:10}  {tokens:6}  {str(dtype).removeprefix('torch.'):8}  {numbers}")
 
 
-def modules(experts: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def modules(
+    experts: int, dtype: torch.dtype, hidden: int = HIDDEN, channels: int = CHANNELS, *, fused: bool = False
+) -> tuple[Any, Any]:
     """Returns Megatron's experts and ours, with the same weights."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -57,10 +59,11 @@ def modules(experts: int, dtype: torch.dtype) -> tuple[Any, Any]:
 
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         num_attention_heads=1,
         num_moe_experts=experts,
-        moe_ffn_hidden_size=CHANNELS,
+        moe_ffn_hidden_size=channels,
+        bias_activation_fusion=fused,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,

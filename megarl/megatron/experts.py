@@ -16,12 +16,14 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.megatron.staging import to_device
+
 
 class ExpertLinear(torch.nn.Module):
     """A matrix [outputs, inputs] for each expert of a rank.
 
-    Grouped products need rows of a multiple of 16 bytes, and on a GPU bfloat16 (torch 2.13). Other
-    matrices are multiplied one by one.
+    Grouped products need rows of a multiple of 16 bytes, and on a GPU bfloat16 and compute capability
+    9.0 (torch 2.13). Other matrices are multiplied one by one.
 
     Args:
         axis: axis of the matrix that TP splits.
@@ -38,16 +40,26 @@ class ExpertLinear(torch.nn.Module):
         self.weight = weight
         self._aligned = all(size * values.itemsize % 16 == 0 for size in (outputs, inputs))
 
-    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
-        """[T, inputs] -> [T, outputs]; each expert has the rows from the last one's end to its own."""
-        weight = self.weight.transpose(-2, -1)
-        if self._aligned and (tokens.device.type == "cpu" or tokens.dtype == torch.bfloat16):
-            return _Contiguous.apply(F.grouped_mm(tokens, weight, offs=ends))
+    def forward(self, tokens: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
+        """[T, inputs] -> [T, outputs]; each expert has the rows from the last one's end to its own.
+
+        Args:
+            counts: [experts], on the host.
+            ends: [experts] int32, on the device.
+        """
+        if self._aligned and _has_grouped_products(tokens):
+            return _Contiguous.apply(F.grouped_mm(tokens, self.weight.transpose(-2, -1), offs=ends))
         products: list[Tensor] = []
-        parts = tokens.tensor_split(ends[:-1].to("cpu", torch.int64))
-        for part, matrix in zip(parts, weight, strict=True):
-            products.append(part @ matrix)
+        for part, matrix in zip(tokens.split(counts.tolist()), self.weight, strict=True):
+            products.append(F.linear(part, matrix))
         return torch.cat(products)
+
+
+def _has_grouped_products(tokens: Tensor) -> bool:
+    """Whether a kernel multiplies all groups; below compute capability 9.0 torch loops, and the host waits (2.13)."""
+    if tokens.device.type == "cpu":
+        return True
+    return tokens.dtype == torch.bfloat16 and torch.cuda.get_device_capability(tokens.device) >= (9, 0)
 
 
 class _Contiguous(torch.autograd.Function):
@@ -59,7 +71,10 @@ class _Contiguous(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].contiguous()
+        gradient = gradients[0]
+        if gradient.numel() == 0:  # which may be without gaps in any strides
+            return torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        return gradient.contiguous()
 
 
 class GroupedExperts(torch.nn.Module):
@@ -88,15 +103,16 @@ class GroupedExperts(torch.nn.Module):
 
         Args:
             tokens: [T, hidden], those of one expert after those of another.
-            tokens_per_expert: [experts].
+            tokens_per_expert: [experts]; Megatron's dispatcher has brought it to the host.
             weights: [T], those of the experts in the sums of their tokens.
         """
-        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
-        both = self.linear_fc1(tokens, ends)
+        counts = tokens_per_expert.cpu()
+        ends = to_device({"ends": counts.cumsum(0).to(torch.int32).numpy()}, tokens.device)["ends"]
+        both = self.linear_fc1(tokens, counts, ends)
         if self._config.bias_activation_fusion:
             activated = weighted_bias_swiglu_impl(both, None, weights.unsqueeze(-1))
         else:
             gate, up = both.chunk(2, dim=-1)
             activated = self._config.activation_func(gate) * up * weights.unsqueeze(-1)
             activated = activated.to(both.dtype)
-        return self.linear_fc2(activated, ends), None
+        return self.linear_fc2(activated, counts, ends), None

@@ -79,12 +79,14 @@ def role_memory(
     params = model.megatron_map(layout, layout.rank(RankCoords(tp=0, dp=0, pp=stage)), head).params
     elements = 0
     shards: list[int] = []  # elements of each parameter that this rank's optimizer has
+    experts = 0  # elements of the largest parameter of experts, whose gradient is made at once
     for name, info in params.items():
         size = math.prod(info.shape)
         elements += size
         ranks = layout.dp
         if "mlp.experts." in name:
             ranks //= layout.ep
+            experts = max(experts, size)
         shards.append(-(-size // ranks))
     parameters = elements * item
     optimizer = 0
@@ -107,7 +109,7 @@ def role_memory(
     layer = _largest_layer(spec, model, device)
     activations = update_pack * _kept(spec, model, stage, micro_batches, layer)
     again = _recomputed(spec, model, device, layer)  # when the logits are gone
-    activations += max(0.0, update_pack * again - update_logits)
+    activations += max(0.0, update_pack * again - update_logits) + item * experts
     return RoleMemory(
         spec=spec,
         parameters=parameters,
