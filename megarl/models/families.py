@@ -142,6 +142,7 @@ PHI3 = Family(
     describe=_phi3,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "original_max_position_embeddings": 4096},
     partial_rotary=True,
+    rope_types=("default", "longrope"),
 )
 
 
@@ -257,8 +258,8 @@ def sparse_layers(read: HFConfigReader) -> list[int]:
     exceptions: list[Any] = []
     if isinstance(stated, list):
         exceptions = cast(list[Any], stated)
-    else:
-        read.problem("mlp_only_layers", stated, "is not a list of layers")
+    if not isinstance(stated, list) or any(type(layer) is not int for layer in exceptions):
+        read.problem("mlp_only_layers", cast(object, stated), "is not a list of layers")
     found: list[int] = []
     for layer in range(layers):
         if (layer + 1) % step == 0 and layer not in exceptions:

@@ -72,6 +72,7 @@ class Family:
         defaults: HF's values for fields that a config lacks, by their usual names.
         rotary: whether positions are rotary; otherwise they are learned.
         partial_rotary: whether a part of each head may be rotated.
+        rope_types: HF's types of rope that the engines take; empty: all.
         mlp_ratio: default ratio of the MLP's channels to the hidden ones.
         bare_prefix: prefix of names, which checkpoints of the model without a head may omit.
         ignored: patterns (as of fnmatch) of tensors that checkpoints may contain as well.
@@ -86,6 +87,7 @@ class Family:
     activation: Activation = "silu"
     rotary: bool = True
     partial_rotary: bool = False
+    rope_types: tuple[str, ...] = ()
     mlp_ratio: int | None = None
     bare_prefix: str = ""
     ignored: tuple[str, ...] = ()

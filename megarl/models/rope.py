@@ -55,6 +55,8 @@ class Rope:
 def read_rope(read: HFConfigReader, head_dim: int, positions: int) -> Rope:
     """Reads ``rope_parameters``, or ``rope_scaling`` and ``rope_theta``, and adds problems to the reader."""
     found: Any = read.get("rope_parameters") or read.get("rope_scaling") or {}
+    if read.get("rope_scaling") not in (None, {}, found):
+        read.problem("rope_scaling", read.get("rope_scaling"), "is not what rope_parameters states; keep one of them")
     if not isinstance(found, Mapping):
         read.problem("rope_parameters", found, "does not hold keys and values")
         found = {}
@@ -65,6 +67,9 @@ def read_rope(read: HFConfigReader, head_dim: int, positions: int) -> Rope:
         kind = "default"
     else:
         _refuse_other_fields(read, kind, stated)
+    supported = read.family.rope_types
+    if supported and kind not in supported:
+        read.problem("rope_type", kind, f"is not supported; supported are {', '.join(supported)}")
     base: Any = stated.get("rope_theta") or read.get("rope_theta")
     if base is None:
         read.problems.append("rope_theta: missing, and engines differ in what they assume; state it")

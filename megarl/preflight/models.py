@@ -215,6 +215,25 @@ def _layouts(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Prob
         yield Problem("rollout.draft_model", str(rollout.draft_model), rule, "choose another")
 
 
+def _longrope(config: RunConfig, spec: ModelSpec, lengths: Mapping[str, int]) -> Iterator[Problem]:
+    """vLLM chooses the factors of longrope by the positions of an engine, and trainers do as it does."""
+    rollout = config.engine_settings
+    if rollout is None or spec.rope is None or spec.rope.kind != "longrope":
+        return
+    original = spec.rope.original or 0
+    room = rollout.positions - rollout.max_model_len
+    if rollout.max_model_len <= original < rollout.positions:
+        value = str(rollout.max_model_len)
+        rule = f"engines have {rollout.positions} positions, for which longrope takes other factors than for {original}"
+        fix = f"set it to {original - room} or less, or above {original}"
+        yield Problem("rollout.max_model_len", value, rule, fix)
+    for field, length in lengths.items():
+        if length > original >= rollout.positions:
+            rule = f"engines of {rollout.positions} positions take longrope's factors for up to {original}"
+            fix = f"lower it, or raise rollout.max_model_len above {original}"
+            yield Problem(field, str(length), rule, fix)
+
+
 def _positions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Problem]:
     """The models have positions for the longest sequence."""
     lengths: dict[str, int] = {}
@@ -226,6 +245,7 @@ def _positions(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Pr
     if isinstance(config, SamplingConfig) and config.mixed_texts is not None:
         lengths["ptx.max_tokens"] = config.mixed_texts.max_tokens
     for name, spec in specs.items():
+        yield from _longrope(config, spec, lengths)
         for field, length in lengths.items():
             if length > spec.dims.positions:
                 rule = f"at most the {spec.dims.positions} positions of the {name}"

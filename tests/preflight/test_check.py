@@ -99,6 +99,11 @@ def test_a_model_that_cannot_run_is_refused(overrides: list[str], said: str) -> 
 
 ACTOR = "groups.train.roles.actor"
 EXPERTS = [*MIXTURE, f"{MODEL}.architectures=[MixtralForCausalLM]"]
+LONGROPE = (
+    f"{MODEL}={{model_type: phi3, architectures: [Phi3ForCausalLM], original_max_position_embeddings: 64, "
+    f"rope_scaling: {{rope_type: longrope, short_factor: {[1.0] * 16}, long_factor: {[2.0] * 16}}}}}"
+)
+PTX = ["ptx={data: tests/e2e/texts.jsonl, max_tokens: 16, sequences_per_mini_batch: 3, coef: 0.1}"]
 FIVE_HEADS = f"{MODEL}={{num_attention_heads: 5, num_key_value_heads: 5, hidden_size: 160}}"
 
 
@@ -124,6 +129,12 @@ FIVE_HEADS = f"{MODEL}={{num_attention_heads: 5, num_key_value_heads: 5, hidden_
             "twice the drafts are at most the 128 positions of the model",
         ),
         ([f"{MODEL}.model_type=opt"], "model.random.config", "opt"),
+        ([LONGROPE], "rollout.max_model_len", "65 positions, for which longrope takes other factors than for 64"),
+        (
+            [LONGROPE, "rollout.max_model_len=40", *PTX, "ptx.max_tokens=65"],
+            "ptx.max_tokens",
+            "engines of 41 positions take longrope's factors for up to 64",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_the_layout_are_refused(overrides: list[str], field: str, said: str) -> None:
@@ -389,6 +400,7 @@ def test_rules_and_data_are_reported_together(tmp_path: Path) -> None:
         ["rollout.max_new_tokens=64"],
         ["critic=null", "reward.path=/nowhere"],
         ["rollout.replay=/nowhere"],
+        ["reference={teachers: {math: nowhere}}"],
     ],
     ids=str,
 )

@@ -99,6 +99,11 @@ def test_what_is_not_supported_is_refused_by_name(rope: Any, reason: str) -> Non
             {"rope_scaling": LONGROPE | {LONG: [1.0, 0]}},
             "long_factor: [1.0, 0] is not a list of 2 numbers",
         ),
+        (
+            {"rope_scaling": LONGROPE, "rope_parameters": {"rope_theta": 1e4}},
+            "is not what rope_parameters states; keep one of them",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type: 'linear' is not supported"),
         ({"rope_scaling": LONGROPE | {LONG: None}}, "long_factor: None is not a list of 2 numbers"),
         (
             {"rope_scaling": LONGROPE | {"long_mscale": 1.1}},
