@@ -165,8 +165,9 @@ def findings(results: Mapping[Cell, Mapping[str, Any]]) -> str:
     """Markdown: what the health checks found in the runs that must learn; older results have not kept it."""
     kept = [cell for cell in results if "findings" in results[cell] and cell.algorithm not in CONTROLS]
     lines = [f"- `{cell.name}`, step {f['first']}: {f['text']}\n" for cell in kept for f in results[cell]["findings"]]
+    checks = "[health checks](metrics.md#health-checks)"
     found = f":\n\n{''.join(lines)}" if lines else " nothing.\n"
-    return f"\nIn {len(kept)} of the runs, controls apart, the [health checks](metrics.md#health-checks) found{found}"
+    return f"\nIn the {len(kept)} runs, controls apart, whose findings were kept, the {checks} found{found}"
 
 
 def report() -> None:

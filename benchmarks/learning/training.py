@@ -161,12 +161,16 @@ def measured_on_preferences(directory: Path, seed: int) -> dict[str, Any]:
             }
         )
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    config = read_config(run_dir / "config.yaml")
+    samples = len(steps) * field_at(config, "data.pairs_per_step")
+    if field_at(config, "preference.loss.name") != "kto":  # whose responses are single
+        samples *= 2
     return {
         "verdict": summary["verdict"],
         "findings": summary.get("findings", []),
         "evaluations": evaluations,
         "steps": len(steps),
-        "samples": 2 * len(steps) * field_at(read_config(run_dir / "config.yaml"), "data.pairs_per_step"),
+        "samples": samples,
         "seconds_in_steps": round(sum(row["time/step"] for row in steps)),
         "kl": [],
     }

@@ -94,7 +94,8 @@ def ipo(
 ) -> LossTerms:
     """The squared distance of a pair's log-ratio from the margin 1 / (2 beta).
 
-    l = (h - 1 / (2 beta))^2 with h = (log p - log p_ref)(chosen) - (log p - log p_ref)(rejected).
+    l = (h - 1 / (2 beta))^2 with h = (log p - log p_ref)(chosen) - (log p - log p_ref)(rejected), means
+    per token or sums.
     Source: Azar et al., "A general theoretical paradigm to understand learning from human
     preferences" (2023).
 

@@ -148,9 +148,9 @@ def prompt_sets(config: SamplingConfig, reader: DataReader) -> Sets:
 
 def _missing_teachers(config: SamplingConfig, prompts: Sequence[Prompt]) -> Iterator[Problem]:
     """Every prompt has one of several teachers."""
-    if not config.teachers:
-        return
     column = config.teacher_column
+    if not config.teachers or column is None:  # for which there is a rule
+        return
     for prompt in prompts:
         found = prompt.fields.get(column)
         if not isinstance(found, str) or found not in config.teachers:

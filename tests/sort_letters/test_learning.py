@@ -100,5 +100,6 @@ def test_the_page_lists_missing_results_failed_learning_and_findings(
     assert "| decoupled PPO, 4 old | 3 |" in tables[1]
     missing = written.split("\nNot run yet: ")[1]
     assert {"`grpo-0`", "`coupled_ppo-s8-2`"} < set(missing.removesuffix(".\n").split(", "))
-    found = "In 2 of the runs, controls apart, the [health checks](metrics.md#health-checks) found:\n\n"
+    checks = "the [health checks](metrics.md#health-checks)"
+    found = f"In the 2 runs, controls apart, whose findings were kept, {checks} found:\n\n"
     assert f"\n{found}- `raft-1`, step 7: cut off\n\nNot run yet" in written

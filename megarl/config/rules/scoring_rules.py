@@ -53,6 +53,8 @@ def scores_have_a_source(
         others = "reward.judge_model or an environment other than " + " and ".join(_WITHOUT_REWARD)
         rule = f"a group must have the role reward, reward.functions a function, or there must be {others}"
         fix = "add reward to the roles of a group, or give reward.functions"
+        if algo.advantage.name == "none":
+            fix += "; for on-policy distillation, give reference.path, the teacher"
         yield Problem("reward", "nothing scores", rule, fix)
     elif not any(weights):
         rule = "one that is not 0: nothing could be learned from scores"

@@ -138,9 +138,9 @@ class RunConfig(Section):
         return {}
 
     @property
-    def teacher_column(self) -> str:
-        """The column of a prompt's row with the name of its teacher."""
-        raise NotImplementedError
+    def teacher_column(self) -> str | None:
+        """The column of a prompt's row with the name of its teacher; None for one teacher."""
+        return None
 
     def new_head(self, role: RoleName) -> NewHead | None:
         """Returns the new head of a role; None if its checkpoint has the head."""

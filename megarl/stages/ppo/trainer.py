@@ -59,9 +59,10 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         algo = config.algo
         super().__init__(config, session, model_dir, data, phase, algo.scores.truncate_at)
         teachers: dict[str, str] = {}
-        if config.teachers:
+        column = config.teacher_column
+        if column is not None:
             for prompt in data.rows["data.prompts"]:
-                teachers[prompt.prompt_id] = prompt.fields[config.teacher_column]
+                teachers[prompt.prompt_id] = prompt.fields[column]
         self._forward_passes = ForwardPasses(config, algo, self.roles, teachers)
         keep = None
         begin_forwards = self._forward_passes.begin
