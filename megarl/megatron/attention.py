@@ -112,19 +112,28 @@ class PackParams(PackedSeqParams):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each sequence of a pack, with grouped KV heads.
+    """Causal attention within each sequence of a pack, with grouped KV heads, maybe to a window of last positions.
 
     It uses torch's variable-length kernel where ``kernel_takes`` the heads, padded to a size that
     the kernel has; else one ``scaled_dot_product_attention`` per rectangle of an arrangement.
     Megatron's ``Attention`` makes it.
     """
 
-    def __init__(self, *, config: TransformerConfig, softmax_scale: float | None = None, **_unused: Any) -> None:
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        **_unused: Any,
+    ) -> None:
         super().__init__()
         assert config.kv_channels is not None
         self.scale = softmax_scale
         if softmax_scale is None:
             self.scale = config.kv_channels**-0.5
+        self.earlier = -1  # positions before its own that a query sees; -1: all
+        if config.window_size is not None:
+            self.earlier = config.window_size[0]
 
     def forward(
         self,
@@ -159,7 +168,7 @@ class PackedAttention(torch.nn.Module):
             pack.shape.max_seqlen,
             pack.shape.max_seqlen,
             scale=self.scale,
-            window_size=(-1, 0),
+            window_size=(self.earlier, 0),
             enable_gqa=gqa,
         )
         return output[..., :size].flatten(1)
@@ -174,9 +183,25 @@ class PackedAttention(torch.nn.Module):
         parts: list[Tensor] = []
         for rectangle, *qkv in zip(arrangement.rectangles, *split, strict=True):
             q, k, v = (x.unflatten(0, rectangle).transpose(1, 2) for x in qkv)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
+            mask = self._mask(rectangle[1], q.device)
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=gqa,
+            )
             parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return arrangement.collect(torch.cat(parts))
+
+    def _mask(self, length: int, device: torch.device) -> Tensor | None:
+        """Returns what each position of a rectangle sees, [length, length]; None where that is all before it."""
+        if self.earlier < 0 or length <= self.earlier + 1:
+            return None
+        seen = torch.ones(length, length, dtype=torch.bool, device=device)
+        return seen.tril().triu(-self.earlier)
 
 
 class FusedPackedAttention(torch.nn.Module):

@@ -125,6 +125,12 @@ class ModelSpec:
         return replace(self, rope=replace(self.rope, long=longest > self.rope.original))
 
     @property
+    def window(self) -> int | None:
+        """How many of the last positions each one sees; None: all."""
+        size = self.table.megatron.get("window_size")
+        return None if size is None else size[0] + 1
+
+    @property
     def widest_mlp(self) -> int:
         """Channels of the widest MLP or expert."""
         return max(self.dims.expert_ffn if kind.is_mixture else self.dims.ffn for kind in self.table.kinds)

@@ -39,6 +39,7 @@ def llama_table(
     mlp: tuple[ParamType, ...] = (GATE_UP, DOWN),
     experts: Mapping[int, tuple[ParamType, ...]] | None = None,
     output_bias: bool = False,
+    window: int | None = None,
     megatron: Mapping[str, Any] | None = None,
 ) -> ParamTable:
     """Returns Llama's parameters, with what differs in other families.
@@ -48,6 +49,7 @@ def llama_table(
         mlp: the MLP.
         experts: router and experts of the layers that have them in place of the MLP.
         output_bias: whether the attention's output projection has a bias.
+        window: last positions, its own included, that each one sees; None: all.
         megatron: additional fields of ``TransformerConfig``.
     """
     attention_output = Names("self_attn.o_proj", "self_attention.linear_proj")
@@ -73,6 +75,7 @@ def llama_table(
             "gated_linear_unit": True,
             "add_qkv_bias": qkv.bias,
             "add_bias_linear": False,
+            "window_size": None if window is None else (window - 1, 0),
             **(megatron or {}),
         },
     )
@@ -106,9 +109,8 @@ LLAMA = Family(
 
 
 def _mistral(read: HFConfigReader) -> ParamTable:
-    read.require("sliding_window", only="null: full attention")
     read.require("llama_4_scaling", only="attention that positions do not scale")
-    return llama_table(read)
+    return llama_table(read, window=read.window())
 
 
 MISTRAL = Family(
@@ -126,13 +128,12 @@ MISTRAL = Family(
 
 
 def _phi3(read: HFConfigReader) -> ParamTable:
-    read.require("sliding_window", only="full attention")
     for name in ("embd_pdrop", "resid_pdrop"):
         read.require(name, 0, only="0: trainer and engine must agree without randomness")
     # HF fuses as vLLM does.
     qkv = replace(QKV, hf=(QKV.vllm,) * 3)
     gate_up = replace(GATE_UP, hf=(GATE_UP.vllm,) * 2)
-    return llama_table(read, qkv=qkv, mlp=(gate_up, DOWN))
+    return llama_table(read, qkv=qkv, mlp=(gate_up, DOWN), window=read.window())
 
 
 PHI3 = Family(
@@ -227,11 +228,11 @@ def _moe(router: str, experts: Experts) -> tuple[ParamType, ...]:
 
 
 def _mixtral(read: HFConfigReader) -> ParamTable:
-    read.require("sliding_window", only="full attention")
     read.require("router_jitter_noise", 0, only="0: routing without noise")
     mlp = _moe("block_sparse_moe.gate", Experts(module="block_sparse_moe.experts", gate="w1", up="w3", down="w2"))
     mixtures = dict.fromkeys(range(read.positive("num_hidden_layers")), mlp)
-    return llama_table(read, experts=mixtures, megatron=routing(read, mixtures, renormalised=True))
+    megatron = routing(read, mixtures, renormalised=True)
+    return llama_table(read, experts=mixtures, window=read.window(), megatron=megatron)
 
 
 MIXTRAL = Family(

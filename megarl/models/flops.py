@@ -62,13 +62,15 @@ def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCoun
     A forward and a backward pass have three times as many.
     """
     dims = spec.dims
+    window = spec.window
     tokens = 0
     pairs = 0
     read = 0
     for sequence in sequences:
         length = sequence.tokens
         tokens += length
-        pairs += length * (length + 1) // 2
+        seen = min(length, window or length)
+        pairs += seen * (seen + 1) // 2 + (length - seen) * seen
         read += sequence.response_tokens
     attention = 4 * dims.layers * dims.heads * dims.head_dim * pairs
     outputs = dims.vocab if head == "lm" else 1

@@ -165,6 +165,13 @@ class HFConfigReader:
         self.problems.append(f"{self.name(field)}: {shown(value)} is neither true nor false")
         return False
 
+    def window(self) -> int | None:
+        """Reads how many of the last positions each one sees in all layers; None: all."""
+        stated = self.get("sliding_window")
+        if stated is None:
+            return None
+        return self.as_count(self.name("sliding_window"), stated)
+
     def require(self, field: str, *values: Any, only: str) -> None:
         """Adds a problem unless the field is absent, null or one of the values; ``only`` says what is supported."""
         actual = self.get(field)

@@ -20,13 +20,16 @@ LENGTHS = [
 ]
 
 
-def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[int], dim: int = 16) -> dict[str, float]:
+def attention_errors(
+    rank: int, device: str, dtype: torch.dtype, lengths: list[int], dim: int = 16, window: int | None = None
+) -> dict[str, float]:
     """Largest difference of the output and of the gradients of its inputs, relative to the largest element or 1."""
     import numpy as np
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     del rank
-    config = TransformerConfig(num_layers=1, hidden_size=HEADS * dim, num_attention_heads=HEADS, kv_channels=dim)
+    sizes = {"num_layers": 1, "hidden_size": HEADS * dim, "num_attention_heads": HEADS, "kv_channels": dim}
+    config = TransformerConfig(**sizes, window_size=None if window is None else (window - 1, 0))
     shape = PackShape(cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32), max_seqlen=max(lengths))
     generator = torch.Generator().manual_seed(0)
     exact = [
@@ -43,7 +46,7 @@ def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[i
     for tensor in exact:
         tensor.requires_grad_()
     parts = zip(*(x.split(lengths) for x in exact), strict=True)
-    expected = torch.cat([definition(*part, scale=dim**-0.5) for part in parts]).flatten(1)
+    expected = torch.cat([definition(*part, scale=dim**-0.5, window=window) for part in parts]).flatten(1)
     expected.backward(grad)
     pairs = {"output": (output, expected)} | {
         name: (found.grad, want.grad) for name, found, want in zip("qkv", inputs, exact, strict=True)
@@ -55,18 +58,23 @@ def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[i
     }
 
 
-def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+def definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None = None
+) -> torch.Tensor:
     """softmax(scale q k) v under a causal mask; [L, heads, dim], and twice [L, KV heads, dim], -> [L, heads, dim]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-    scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(future, -torch.inf)
+    positions = torch.arange(len(q))
+    hidden = future | (positions[:, None] - positions >= (window or len(q)))
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("window", [None, 1, 17])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}-sequences")
-def test_attention_equals_the_definition(pool: RankPool, lengths: list[int]) -> None:
-    (errors,) = pool.run(attention_errors, "cpu", torch.float32, lengths, world_size=1)
+def test_attention_equals_the_definition(pool: RankPool, lengths: list[int], window: int | None) -> None:
+    (errors,) = pool.run(attention_errors, "cpu", torch.float32, lengths, 16, window, world_size=1)
     assert errors.keys() == {"output", "q", "k", "v"}
     assert max(errors.values()) < 1e-5, errors
 

@@ -62,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mistral": {
         "num_key_value_heads": 1,
-        "sliding_window": None,
+        "sliding_window": 16,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e3, "factor": 3.0},
     },
     "qwen2": {

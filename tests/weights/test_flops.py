@@ -35,6 +35,17 @@ def test_flops_of_a_pass_by_hand() -> None:
     assert forward_flops(spec, "value", samples) == body + 2 * 2 * 8
 
 
+def test_positions_outside_of_a_window_do_not_count() -> None:
+    """Of 5 positions, the first sees 1 and the others 2 each."""
+    windowed = model_spec(hf_config("mistral", sliding_window=2))
+    whole = model_spec(hf_config("mistral", sliding_window=None))
+    assert model_spec({k: v for k, v in hf_config("mistral").items() if k != "sliding_window"}).window == 4096
+    samples = make_samples([(3, 2)], chunk_rows=1)
+    dims = whole.dims
+    fewer = 4 * dims.layers * dims.heads * dims.head_dim * (15 - 9)
+    assert forward_flops(whole, "lm", samples) - forward_flops(windowed, "lm", samples) == fewer
+
+
 @pytest.mark.parametrize(
     ("model_type", "fields"), [("qwen2", {}), ("qwen3", {"head_dim": 16}), ("gpt2", {}), ("mixtral", MIXTURE)]
 )

@@ -46,11 +46,8 @@ def test_unsupported_models_are_refused_with_all_reasons() -> None:
 @pytest.mark.parametrize(
     ("config", "reasons"),
     [
-        (mistral_config(sliding_window=4096), ["sliding_window: 4096 is not supported"]),
-        (
-            {name: value for name, value in mistral_config().items() if name != "sliding_window"},
-            ["sliding_window: 4096 is not supported"],  # what transformers assumes
-        ),
+        (mistral_config(sliding_window=0), ["sliding_window: 0 is not a positive integer"]),
+        (qwen2_config(sliding_window=8, use_sliding_window=True), ["use_sliding_window: True is not supported"]),
         (
             qwen3_config(attention_bias=True, layer_types=["full_attention", "sliding_attention"]),
             ["attention_bias: True is not supported", "layer_types: sliding_attention"],
