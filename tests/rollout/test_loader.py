@@ -8,7 +8,6 @@ import pytest
 
 from megarl.models import model_spec
 from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment
-from megarl.weights.shard_map import Box
 from tests.rollout.engine_process import EngineProcess
 from tests.rollout.models import FAMILIES, family
 from tests.rollout.vllm_loader import Copied, copied_boxes
@@ -28,7 +27,7 @@ def _loaded(_engine: Any, config: dict[str, Any], tp: int) -> tuple[list[set[Cop
         loaders.append(copied_boxes(config, spec.canonical(), tp, rank))
         mapped: set[Copied] = set()
         for shard in spec.vllm_map(tp, rank).shards:
-            mapped.add((shard.param, shard.box, shard.name, Box(shard.region.start, shard.region.stop)))
+            mapped.add((shard.param, shard.box, shard.name, shard.region))
         maps.append(mapped)
     return loaders, maps
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -118,8 +119,6 @@ def _group(size: int, rank: int) -> SimpleNamespace:
 @contextmanager
 def _model(config: Mapping[str, Any], tp: int, rank: int) -> Iterator[Any]:
     """vLLM's model of a rank, without memory."""
-    import tempfile
-
     from megarl.rollout.vllm_environment import importing_vllm
 
     with importing_vllm("cpu"):
