@@ -41,6 +41,7 @@ from torch import Tensor
 from megarl.config.schema import LayerChoice
 from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
+from megarl.megatron.delta_net import DeltaNet
 from megarl.megatron.experts import GroupedExperts
 from megarl.megatron.platform.kernels import LayerKind, layer_kind
 from megarl.megatron.rotary import rotations
@@ -68,6 +69,15 @@ class FusedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight) in float32, rounded once as in Hugging Face's Qwen3.5."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_float = x.float()
+        scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
+        return (x_float * scale * (1 + self.weight.float())).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -355,6 +365,8 @@ def _norm(config: TransformerConfig, kind: LayerKind, fused: bool) -> Any:
     if kind == "transformer_engine":
         modules: Any = gpt_layer_specs  # its TESpecProvider is None without Transformer Engine
         return modules.TESpecProvider().layer_norm()
+    if config.layernorm_zero_centered_gamma:
+        return ZeroCenteredRMSNorm
     norm = _NORMS[config.normalization]
     if fused and norm is RMSNorm:
         return FusedRMSNorm
@@ -362,7 +374,7 @@ def _norm(config: TransformerConfig, kind: LayerKind, fused: bool) -> Any:
 
 
 def _local_layer(config: TransformerConfig, kind: LayerSpec, norm: Any) -> ModuleSpec:
-    """Returns Megatron's local layer with this package's norms, attention and router."""
+    """Returns Megatron's local layer with this package's norms, attention, delta net and router."""
     layer: Any = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     if kind.is_mixture:
         experts: Any = GroupedExperts  # it lacks the delayed weight gradients of Megatron's interface
@@ -370,6 +382,9 @@ def _local_layer(config: TransformerConfig, kind: LayerSpec, norm: Any) -> Modul
         layer.submodules.mlp = partial(MoELayer, submodules=modules)
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
+    if kind.is_delta_net:
+        layer.submodules.self_attention = DeltaNet
+        return layer
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     attention.q_layernorm = norm if config.qk_layernorm else IdentityOp

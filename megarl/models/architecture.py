@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.models.dims import Dims, Engine
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import (
     HF_ACTIVATIONS,
@@ -18,23 +19,21 @@ from megarl.models.hf_config import (
     ParamTable,
     shown,
 )
-from megarl.models.param_types import (
-    MEGATRON_EXPERTS,
-    Dims,
-    Engine,
-    ParamType,
-    ShardCoords,
-    Stack,
-    VocabRows,
-    canonical_shapes,
-)
+from megarl.models.param_types import MEGATRON_EXPERTS, ParamType, ShardCoords, Stack, VocabRows, canonical_shapes
 from megarl.models.rope import Rope, read_rope
-from megarl.models.transformer_engine import INPUT_NORM, MLP_NORM
+from megarl.models.transformer_engine import DELTA_NET_NORM, INPUT_NORM, MLP_NORM, NormNames
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Box, Manifest, Shape, Shard, ShardMap, TensorInfo
 
 _PrefixedStacks = tuple[str, str, Sequence[Stack]]
 """Stacks, which layers share, after the prefixes of their local and canonical names."""
+
+
+_SEPARATE: Mapping[str, tuple[str, ...]] = {
+    "self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
+    "self_attention.conv1d.weight": ("query", "key", "value"),
+}
+"""Parameters whose parts are stored one by one, and the names of these."""
 
 
 def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
@@ -230,8 +229,13 @@ class ModelSpec:
             if alike:
                 local = self.table.layer_prefix.megatron.removesuffix("{}.")
                 leading = ((i,), (self.dims.layers,))
-            norm_in_mlp = not kind.is_mixture or not transformer_engine
-            stored = [_in_checkpoint(stack, leading, norm_in_mlp) for stack in stacks[kind]]
+            norms = [DELTA_NET_NORM if kind.is_delta_net else INPUT_NORM]
+            if not kind.is_mixture or not transformer_engine:
+                norms.append(MLP_NORM)
+            stored: list[Stack] = []
+            for stack in stacks[kind]:
+                for part in _parts_in_checkpoint(stack):
+                    stored.append(_in_checkpoint(part, leading, norms))
             groups.append((local, self.table.layer_prefix.hf.format(i), stored))
         return self._shard_map(groups)
 
@@ -283,6 +287,9 @@ class ModelSpec:
         if dims.layers < chunks:
             parts = f"{layout.pp} stages x {layout.vpp} chunks"
             problems.append(f"{parts} are more than the {dims.layers} layers")
+        if self.table.megatron.get("attention_output_gate") and layout.tp > dims.kv_heads:
+            # There Megatron (0.19.2, attention.py) reads the TP rank of global state, which this package does not set.
+            problems.append(f"tp {layout.tp} exceeds the {dims.kv_heads} KV heads of gated attention")
         if layout.vpp > 1 and layout.pp == 1:
             problems.append(f"vpp {layout.vpp} needs pp > 1")
         if layout.ep > 1 and dims.experts == 0:
@@ -309,6 +316,8 @@ class ModelSpec:
                 split["channels of an expert"] = dims.expert_ffn
             else:
                 split["MLP channels"] = dims.ffn
+        if dims.delta is not None:
+            split["key heads of delta nets"] = dims.delta.key_heads
         split |= sizes
         problems = [f"tp {tp} does not divide the {size} {what}" for what, size in split.items() if size % tp]
         if dims.kv_heads % tp and tp % dims.kv_heads:
@@ -345,7 +354,7 @@ class ModelSpec:
         for local, hf, stacks in groups:
             for stack in stacks:
                 param = local + stack.param
-                params[param] = TensorInfo(stack.of + stack.shape, self.dtype)
+                params[param] = TensorInfo(stack.of + stack.shape, stack.dtype or self.dtype)
                 for box, tensor, region in stack.boxes:
                     if tensor is None:
                         padding.append((param, box))
@@ -391,21 +400,32 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     )
 
 
-def _in_checkpoint(stack: Stack, leading: tuple[Shape, Shape], norm_in_mlp: bool) -> Stack:
+def _parts_in_checkpoint(stack: Stack) -> list[Stack]:
+    """Returns what distributed checkpoints store of a stack one by one (GatedDeltaNet, megatron-core 0.19.2)."""
+    names = _SEPARATE.get(stack.param)
+    if names is None:
+        return [stack]
+    parts: list[Stack] = []
+    for name, part in zip(names, stack.parts, strict=True):
+        shape = (part.size, *stack.shape[1:])
+        parts.append(replace(stack, param=f"{stack.param}.{name}", shape=shape, parts=(part,)))
+    return parts
+
+
+def _in_checkpoint(stack: Stack, leading: tuple[Shape, Shape], norms: Sequence[NormNames]) -> Stack:
     """Returns a layer's stack, whole, as Megatron's distributed checkpoints store it (megatron-core 0.19.2).
 
     Layers that are all alike are a leading axis (TransformerBlock.sharded_state_dict), and below it
-    experts (SequentialMLP's). Norms have the names that they have where Transformer Engine fuses them into
-    the linear layer that follows (``sharded_state_dict_keys_map`` of
-    models/gpt/gpt_layer_specs.py), that before the MLP only with ``norm_in_mlp``.
+    experts (SequentialMLP's).
 
     Args:
         leading: index and extent of the axis of layers; both are empty without one.
+        norms: those with the names that they have where Transformer Engine fuses them into the linear layer that
+            follows (``sharded_state_dict_keys_map`` of models/gpt/gpt_layer_specs.py).
     """
     param = stack.param
     at = (*leading[0], *stack.at)
     of = (*leading[1], *stack.of)
-    norms = (INPUT_NORM, MLP_NORM) if norm_in_mlp else (INPUT_NORM,)
     for module, fused in norms:
         if param.startswith(module):
             param = fused + param.removeprefix(module)

@@ -6,79 +6,13 @@ outputs]. The dropouts in its configs belong to pretraining and are not applied.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+from megarl.models.decoder_tables import DOWN, GATE_UP, HEAD_NORMS, QKV, llama_table, mixture, routing
 from megarl.models.hf_config import Family, HFConfigReader, LayerSpec, ParamTable
-from megarl.models.param_types import (
-    ColumnParallel,
-    Experts,
-    FusedQKV,
-    Names,
-    ParamType,
-    Replicated,
-    RowParallel,
-    VocabRows,
-)
-
-QKV = FusedQKV(
-    hf=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    megatron="self_attention.linear_qkv",
-    vllm="self_attn.qkv_proj",
-)
-GATE_UP = ColumnParallel(hf=("mlp.gate_proj", "mlp.up_proj"), megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj")
-DOWN = RowParallel(names=Names("mlp.down_proj", "mlp.linear_fc2"), inputs="ffn")
-
-
-def llama_table(
-    read: HFConfigReader,
-    *,
-    qkv: FusedQKV = QKV,
-    head_norms: tuple[ParamType, ...] = (),
-    mlp: tuple[ParamType, ...] = (GATE_UP, DOWN),
-    experts: Mapping[int, tuple[ParamType, ...]] | None = None,
-    output_bias: bool = False,
-    window: int | None = None,
-    megatron: Mapping[str, Any] | None = None,
-) -> ParamTable:
-    """Returns Llama's parameters, with what differs in other families.
-
-    Args:
-        head_norms: norms of each head's query and key.
-        mlp: the MLP.
-        experts: router and experts of the layers that have them in place of the MLP.
-        output_bias: whether the attention's output projection has a bias.
-        window: last positions, its own included, that each one sees; None: all.
-        megatron: additional fields of ``TransformerConfig``.
-    """
-    attention_output = Names("self_attn.o_proj", "self_attention.linear_proj")
-    attention = (
-        Replicated(names=Names("input_layernorm", "input_layernorm")),
-        qkv,
-        *head_norms,
-        RowParallel(names=attention_output, inputs="attention", bias=output_bias),
-        Replicated(names=Names("post_attention_layernorm", "pre_mlp_layernorm")),
-    )
-    mixtures = experts or {}
-    layers: list[LayerSpec] = []
-    for layer in range(read.positive("num_hidden_layers")):
-        layers.append(LayerSpec((*attention, *mixtures.get(layer, mlp))))
-    return ParamTable(
-        embedding=VocabRows(names=Names("model.embed_tokens", "embedding.word_embeddings")),
-        layer_prefix=Names("model.layers.{}.", "decoder.layers.{}."),
-        layers=tuple(layers),
-        final=(Replicated(names=Names("model.norm", "decoder.final_layernorm")),),
-        megatron={
-            "normalization": "RMSNorm",
-            "layernorm_epsilon": read.number("rms_norm_eps"),
-            "gated_linear_unit": True,
-            "add_qkv_bias": qkv.bias,
-            "add_bias_linear": False,
-            "window_size": None if window is None else (window - 1, 0),
-            **(megatron or {}),
-        },
-    )
+from megarl.models.param_types import ColumnParallel, Experts, FusedQKV, Names, Replicated, RowParallel, VocabRows
 
 
 def _llama(read: HFConfigReader) -> ParamTable:
@@ -170,12 +104,6 @@ QWEN2 = Family(
 )
 
 
-HEAD_NORMS: tuple[ParamType, ...] = tuple(
-    Replicated(names=Names(f"self_attn.{of}_norm", f"self_attention.{of}_layernorm"), shape=("head",))
-    for of in ("q", "k")
-)
-
-
 def refuse_uncommon_attention(read: HFConfigReader) -> None:
     """Adds problems for what neither Qwen3 nor Qwen3-MoE supports."""
     read.require("attention_bias", False, only="False: vLLM's Qwen3 has no bias on o_proj")
@@ -197,39 +125,9 @@ QWEN3 = Family(
 )
 
 
-def routing(read: HFConfigReader, mixtures: Collection[int], *, renormalised: bool) -> dict[str, Any]:
-    """Returns the router's fields of ``TransformerConfig``.
-
-    Args:
-        mixtures: layers with experts.
-        renormalised: whether the weights of the chosen experts sum to 1.
-    """
-    chosen = read.positive("num_experts_per_tok")
-    experts = read.positive("num_experts")
-    if chosen > experts:
-        read.problems.append(f"num_experts_per_tok: {chosen} exceeds the {experts} experts")
-    if chosen == 1 and renormalised:
-        read.problems.append("num_experts_per_tok: 1 is not supported where weights sum to 1 (Megatron refuses it)")
-    layers = range(read.positive("num_hidden_layers"))
-    sparse: dict[str, Any] = {}
-    if len(mixtures) < len(layers):
-        sparse["moe_layer_freq"] = [int(layer in mixtures) for layer in layers]
-    return {
-        **sparse,
-        "num_moe_experts": experts,
-        "moe_ffn_hidden_size": read.positive("moe_intermediate_size"),
-        "moe_router_topk": chosen,
-        "moe_router_pre_softmax": not renormalised,
-    }
-
-
-def _moe(router: str, experts: Experts) -> tuple[ParamType, ...]:
-    return Replicated(names=Names(router, "mlp.router"), shape=("experts", "hidden")), experts
-
-
 def _mixtral(read: HFConfigReader) -> ParamTable:
     read.require("router_jitter_noise", 0, only="0: routing without noise")
-    mlp = _moe("block_sparse_moe.gate", Experts(module="block_sparse_moe.experts", gate="w1", up="w3", down="w2"))
+    mlp = mixture("block_sparse_moe.gate", Experts(module="block_sparse_moe.experts", gate="w1", up="w3", down="w2"))
     mixtures = dict.fromkeys(range(read.positive("num_hidden_layers")), mlp)
     megatron = routing(read, mixtures, renormalised=True)
     return llama_table(read, experts=mixtures, window=read.window(), megatron=megatron)
@@ -273,7 +171,7 @@ def sparse_layers(read: HFConfigReader) -> list[int]:
 def _qwen3_moe(read: HFConfigReader) -> ParamTable:
     refuse_uncommon_attention(read)
     read.require("shared_expert_intermediate_size", 0, only="routed experts")
-    mlp = _moe("mlp.gate", Experts(module="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"))
+    mlp = mixture("mlp.gate", Experts(module="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"))
     mixtures = dict.fromkeys(sparse_layers(read), mlp)
     megatron = {"qk_layernorm": True, **routing(read, mixtures, renormalised=read.flag("norm_topk_prob"))}
     return llama_table(read, head_norms=HEAD_NORMS, experts=mixtures, megatron=megatron)
@@ -358,6 +256,92 @@ GPT2 = Family(
 )
 
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
+def _delta_nets(read: HFConfigReader) -> list[bool]:
+    """Reads which layers are gated delta nets.
+
+    ``layer_types`` says so, or else ``full_attention_interval``: by default, all but each fourth are.
+    """
+    layers = read.positive("num_hidden_layers")
+    interval = read.positive("full_attention_interval", 4)
+    stated: Any = read.get("layer_types")
+    found: list[bool] = []
+    if stated is None:
+        for layer in range(layers):
+            found.append((layer + 1) % interval != 0)
+        return found
+    if not isinstance(stated, list):
+        read.problem("layer_types", stated, "is not a list")
+        return found
+    for kind in cast(list[Any], stated):
+        found.append(kind == "linear_attention")
+    if len(found) != layers:
+        read.problem("layer_types", len(found), f"types are not those of {layers} layers")
+    return found
+
+
+def _qwen3_5(read: HFConfigReader) -> ParamTable:
+    """Returns the parameters of Qwen3.5's language model.
+
+    Layers are gated delta nets or gated attention: queries have gates beside them, which multiply the
+    attention's output. Norms multiply by 1 + weight, but for those of delta nets' outputs. Files of the
+    whole model (``Qwen3_5ForConditionalGeneration``) are not supported.
+    """
+    read.require("attention_bias", False, only="False: vLLM's Qwen3.5 has no bias on o_proj")
+    read.require("attn_output_gate", True, only="gated attention")
+    read.require("output_gate_type", "silu", "swish", only="silu, which transformers assumes")
+    read.require("layer_scale", False, only="layers without scales")
+    delta_nets = _delta_nets(read)
+    frequency: list[int] | int = 1  # layers that are all alike are one tensor in checkpoints
+    if 0 < sum(delta_nets) < len(delta_nets):
+        frequency = [int(is_delta_net) for is_delta_net in delta_nets]
+    sizes = (
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    )
+    delta: dict[str, Any] = {}
+    for name in sizes:
+        delta[name] = read.positive(name)
+    return llama_table(
+        read,
+        qkv=replace(QKV, gated=True),
+        head_norms=HEAD_NORMS,
+        delta_nets=[layer for layer, is_delta_net in enumerate(delta_nets) if is_delta_net],
+        megatron={
+            "qk_layernorm": True,
+            "attention_output_gate": True,
+            "layernorm_zero_centered_gamma": True,
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": frequency,
+            **delta,
+        },
+    )
+
+
+QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    lm_class="Qwen3_5ForCausalLM",
+    score_class="Qwen3_5TextForSequenceClassification",
+    describe=_qwen3_5,
+    defaults={
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    partial_rotary=True,
+    unused_rope=("mrope_section", "mrope_interleaved"),
+    layer_types=("full_attention", "linear_attention"),
+)
+
+
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, MIXTRAL, QWEN3_MOE, QWEN3_5)
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """Families by HF's ``model_type``."""

@@ -1,7 +1,8 @@
 """Floating-point operations of a model's passes, and the peaks of devices.
 
 Counted are the matrix products that a pass needs, two operations per multiplication: those of the
-layers for every token, causal attention, and the head where it is read. Padding, what is computed
+layers for every token, causal attention, the states of delta nets position by position, and the head
+where it is read. Padding, what is computed
 twice to save memory, embeddings, norms and activations do not count.
 """
 
@@ -45,15 +46,30 @@ def token_flops(spec: ModelSpec) -> int:
     dims = spec.dims
     megatron = spec.table.megatron
     attention = 2 * dims.hidden * dims.head_dim * (dims.heads + dims.kv_heads)
+    if megatron.get("attention_output_gate"):
+        attention += dims.hidden * dims.head_dim * dims.heads
     matrices = 3 if megatron["gated_linear_unit"] else 2
     layers = 0
     for kind in spec.table.layers:
-        layers += attention
+        if kind.is_delta_net:
+            layers += _delta_net(spec)
+        else:
+            layers += attention
         if kind.is_mixture:
             layers += dims.hidden * (matrices * dims.expert_ffn * megatron["moe_router_topk"] + dims.experts)
         else:
             layers += matrices * dims.hidden * dims.ffn
     return 2 * layers
+
+
+def _delta_net(spec: ModelSpec) -> int:
+    """Returns the multiplications of a delta net for a token: projections, convolution, and three with the state."""
+    delta = spec.dims.delta
+    assert delta is not None
+    keys = delta.key_heads * delta.key_dim
+    values = delta.value_heads * delta.value_dim
+    projections = spec.dims.hidden * (2 * keys + 3 * values + 2 * delta.value_heads)
+    return projections + delta.width * (2 * keys + values) + 3 * values * delta.key_dim
 
 
 def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCounts]) -> int:
@@ -72,6 +88,7 @@ def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCoun
         seen = min(length, window or length)
         pairs += seen * (seen + 1) // 2 + (length - seen) * seen
         read += sequence.response_tokens
-    attention = 4 * dims.layers * dims.heads * dims.head_dim * pairs
+    layers = sum(not kind.is_delta_net for kind in spec.table.layers)
+    attention = 4 * layers * dims.heads * dims.head_dim * pairs
     outputs = dims.vocab if head == "lm" else 1
     return token_flops(spec) * tokens + attention + 2 * dims.hidden * outputs * read

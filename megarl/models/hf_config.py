@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, cast
 
-from megarl.models.param_types import Dims, Experts, Names, ParamType, Replicated, VocabRows
+from megarl.models.dims import DeltaDims, Dims
+from megarl.models.param_types import DeltaNetParams, Experts, Names, ParamType, Replicated, VocabRows
 from megarl.weights.shard_map import ITEM_BYTES
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -34,6 +35,10 @@ class LayerSpec:
     @property
     def is_mixture(self) -> bool:
         return any(isinstance(param, Experts) for param in self.params)
+
+    @property
+    def is_delta_net(self) -> bool:
+        return any(isinstance(param, DeltaNetParams) for param in self.params)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,8 @@ class Family:
         rotary: whether positions are rotary; otherwise they are learned.
         partial_rotary: whether a part of each head may be rotated.
         rope_types: HF's types of rope that the engines take; empty: all.
+        unused_rope: fields of ``rope_parameters`` that do not matter for text.
+        layer_types: HF's types of layers that it may have.
         mlp_ratio: default ratio of the MLP's channels to the hidden ones.
         bare_prefix: prefix of names, which checkpoints of the model without a head may omit.
         ignored: patterns (as of fnmatch) of tensors that checkpoints may contain as well.
@@ -88,6 +95,8 @@ class Family:
     rotary: bool = True
     partial_rotary: bool = False
     rope_types: tuple[str, ...] = ()
+    unused_rope: tuple[str, ...] = ()
+    layer_types: tuple[str, ...] = ("full_attention",)
     mlp_ratio: int | None = None
     bare_prefix: str = ""
     ignored: tuple[str, ...] = ()
@@ -183,6 +192,9 @@ class HFConfigReader:
         hidden = self.positive("hidden_size")
         mlp_ratio = self.family.mlp_ratio
         heads = self.positive("num_attention_heads")
+        delta: DeltaDims | None = None
+        if "linear_attention" in self.family.layer_types:
+            delta = self._delta_dims()
         experts = 0
         expert_ffn = 0
         if "num_experts" in self.family.fields:
@@ -199,6 +211,7 @@ class HFConfigReader:
             positions=self.positive("max_position_embeddings"),
             experts=experts,
             expert_ffn=expert_ffn,
+            delta=delta,
         )
         if dims.heads % dims.kv_heads:
             field = self.name("num_key_value_heads")
@@ -208,6 +221,19 @@ class HFConfigReader:
         if dims.layers * dims.experts > _MAX_EXPERTS:
             problem = f"{dims.layers} layers x {dims.experts} experts are more than {_MAX_EXPERTS}"
             self.problems.append(f"{self.name('num_experts')}: {problem}")
+        return dims
+
+    def _delta_dims(self) -> DeltaDims:
+        dims = DeltaDims(
+            key_heads=self.positive("linear_num_key_heads"),
+            value_heads=self.positive("linear_num_value_heads"),
+            key_dim=self.positive("linear_key_head_dim"),
+            value_dim=self.positive("linear_value_head_dim"),
+            width=self.positive("linear_conv_kernel_dim"),
+        )
+        if dims.value_heads % dims.key_heads:
+            rule = f"does not divide the {dims.value_heads} value heads"
+            self.problem("linear_num_key_heads", dims.key_heads, rule)
         return dims
 
     def dtype(self) -> str:
@@ -228,7 +254,7 @@ class HFConfigReader:
         if not isinstance(kinds, list):
             kinds = [kinds]
         for kind in cast(list[Any], kinds):
-            if kind != "full_attention":
-                rule = "is not supported (only full_attention)"
+            if kind not in self.family.layer_types:
+                rule = f"is not supported (only {', '.join(self.family.layer_types)})"
                 self.problems.append(f"layer_types: {shown(kind, str)} {rule}")
                 break

@@ -11,61 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from megarl.models.dims import DeltaDims, Dims, Engine, Size
 from megarl.weights.shard_map import Box, Shape
-
-Engine = Literal["megatron", "vllm"]
-Size = Literal["one", "hidden", "attention", "ffn", "head", "positions", "experts"]
-
-VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this, Megatron to a multiple of this times TP."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dims:
-    """The sizes of a decoder.
-
-    Args:
-        ffn: channels of an MLP without experts.
-        positions: maximum sequence length.
-        experts: number in a layer that has some; 0 in a dense model.
-        expert_ffn: channels of an expert.
-        rows: ids for which Megatron's embedding has rows; None: all of the vocabulary.
-    """
-
-    vocab: int
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    positions: int
-    experts: int = 0
-    expert_ffn: int = 0
-    rows: int | None = None
-
-    def size(self, name: Size) -> int:
-        sizes: dict[Size, int] = {
-            "one": 1,
-            "hidden": self.hidden,
-            "attention": self.heads * self.head_dim,
-            "ffn": self.ffn,
-            "head": self.head_dim,
-            "positions": self.positions,
-            "experts": self.experts,
-        }
-        return sizes[name]
-
-    def padded_vocab(self, engine: Engine, tp: int) -> int:
-        """Returns the rows of an engine's embedding over all TP ranks."""
-        multiple = VOCAB_MULTIPLE
-        rows = self.vocab
-        if engine == "megatron":
-            multiple *= tp
-            rows = self.rows or rows
-        return -(-rows // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +23,8 @@ class ShardCoords:
 
     Args:
         vocab_rows: rows of embedding and output layer, with padding; None for the engine's.
+        tp_rank, tp: the rank among those that split each matrix, and their number.
+        ep_rank, ep: the rank among those that have different experts, and their number.
     """
 
     vocab_rows: int | None = None
@@ -120,6 +71,7 @@ class Stack:
         parts: ranges that are concatenated along ``axis``.
         transposed: whether the canonical tensors have rows and columns exchanged.
         at, of: indices of the matrix along the parameter's leading axes, and the extents of those.
+        dtype: dtype of the parameter, if it is not the model's.
     """
 
     param: str
@@ -129,6 +81,7 @@ class Stack:
     transposed: bool = False
     at: Shape = ()
     of: Shape = ()
+    dtype: str | None = None
 
     @cached_property
     def boxes(self) -> list[tuple[Box, str | None, Box]]:
@@ -287,22 +240,28 @@ def _kinds(bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if bias else ("weight",)
 
 
+@dataclass(frozen=True, kw_only=True)
 class FusedQKV(ColumnParallel):
     """The query, key and value projections in one matrix; ``hf`` names the three.
 
-    Megatron stacks [query heads of the group; key; value] per KV group; TP splits these rows, and
-    cuts groups where it exceeds their number. vLLM stacks [query; key; value] of the rank's heads;
-    where TP exceeds the KV heads, neighboring ranks hold the same one.
+    Megatron stacks [query heads of the group; their gates; key; value] per KV group; TP splits these
+    rows, and cuts groups where it exceeds their number. vLLM stacks [query; key; value] of the rank's
+    heads; where TP exceeds the KV heads, neighboring ranks hold the same one.
+
+    Args:
+        gated: whether each query head is followed by the gate of its output, in HF and vLLM.
     """
+
+    gated: bool = False
 
     def _parts(self, engine: Engine, dims: Dims, coords: ShardCoords) -> list[TensorRange]:
         kv = dims.kv_heads * dims.head_dim
-        query, key, value = self._matrices([dims.size("attention"), kv, kv])
+        width = 1 + self.gated
+        query, key, value = self._matrices([width * dims.size("attention"), kv, kv])
         if engine == "megatron":
-            per_group = dims.heads // dims.kv_heads
             whole: list[TensorRange] = []
             for group in range(dims.kv_heads):
-                whole.append(_heads(query, group * per_group, (group + 1) * per_group, dims))
+                whole += self._queries(query, group, dims)
                 whole.append(_heads(key, group, group + 1, dims))
                 whole.append(_heads(value, group, group + 1, dims))
             start, stop = coords.tp_range(sum(part.size for part in whole))
@@ -312,8 +271,18 @@ class FusedQKV(ColumnParallel):
         else:
             first = coords.tp_rank // (coords.tp // dims.kv_heads)
             last = first + 1
-        queries = _heads(query, *coords.tp_range(dims.heads), dims)
+        queries = _heads(query, *coords.tp_range(width * dims.heads), dims)
         return [queries, _heads(key, first, last, dims), _heads(value, first, last, dims)]
+
+    def _queries(self, query: TensorRange, group: int, dims: Dims) -> list[TensorRange]:
+        """Returns the rows of a KV group's queries and gates, as Megatron stacks them."""
+        per_group = dims.heads // dims.kv_heads
+        heads = range(group * per_group, (group + 1) * per_group)
+        if not self.gated:
+            return [_heads(query, heads.start, heads.stop, dims)]
+        queries = [_heads(query, 2 * head, 2 * head + 1, dims) for head in heads]
+        gates = [_heads(query, 2 * head + 1, 2 * head + 2, dims) for head in heads]
+        return [*queries, *gates]
 
 
 def _heads(projection: TensorRange, first: int, last: int, dims: Dims) -> TensorRange:
@@ -381,7 +350,88 @@ class Experts:
             )
 
 
-ParamType = Replicated | VocabRows | ColumnParallel | RowParallel | FusedQKV | Experts
+@dataclass(frozen=True)
+class DeltaNetParams:
+    """The parameters of a gated delta net.
+
+    Rows of projections are of queries, keys, values, output gates z, strengths b and decays a, in
+    this order. Megatron has one matrix of all, vLLM one of the first four and one of the last two.
+    The convolution is [channels of queries, keys and values, 1, width].
+    """
+
+    hf: str = "linear_attn"
+    megatron: str = "self_attention"
+
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
+        delta = dims.delta
+        assert delta is not None
+        local, norm = self.hf, "norm"
+        if engine == "megatron":
+            local, norm = self.megatron, "out_norm"
+        values = coords.tp_range(delta.value_heads * delta.value_dim)
+        heads = coords.tp_range(delta.value_heads)
+        mixed = self._mixed("in_proj_qkv", delta, coords)
+        z = TensorRange(f"{self.hf}.in_proj_z.weight", *values)
+        b = TensorRange(f"{self.hf}.in_proj_b.weight", *heads)
+        a = TensorRange(f"{self.hf}.in_proj_a.weight", *heads)
+        projections = {"in_proj_qkvz": (*mixed, z), "in_proj_ba": (b, a)}
+        if engine == "megatron":
+            projections = {"in_proj": (*mixed, z, b, a)}
+        for name, parts in projections.items():
+            rows = sum(part.size for part in parts)
+            yield Stack(
+                param=f"{local}.{name}.weight",
+                shape=(rows, dims.hidden),
+                parts=parts,
+            )
+        convolved = self._mixed("conv1d", delta, coords)
+        shape = (sum(part.size for part in convolved), 1, delta.width)
+        yield Stack(
+            param=f"{local}.conv1d.weight",
+            shape=shape,
+            parts=convolved,
+        )
+        for name in ("dt_bias", "A_log"):
+            part = TensorRange(f"{self.hf}.{name}", *heads)
+            dtype = "float32" if (engine, name) == ("vllm", "A_log") else None
+            yield Stack(
+                param=f"{local}.{name}",
+                shape=(part.size,),
+                parts=(part,),
+                dtype=dtype,
+            )
+        part = TensorRange(f"{self.hf}.norm.weight", 0, delta.value_dim)
+        yield Stack(
+            param=f"{local}.{norm}.weight",
+            shape=(part.size,),
+            parts=(part,),
+        )
+        part = TensorRange(f"{self.hf}.out_proj.weight", *values)
+        shape = (dims.hidden, part.size)
+        yield Stack(
+            param=f"{local}.out_proj.weight",
+            shape=shape,
+            parts=(part,),
+            axis=1,
+        )
+
+    def _mixed(self, module: str, delta: DeltaDims, coords: ShardCoords) -> tuple[TensorRange, ...]:
+        """Returns a rank's channels of queries, keys and values.
+
+        They follow one another in HF's tensor.
+        """
+        name = f"{self.hf}.{module}.weight"
+        keys = delta.key_heads * delta.key_dim
+        start, stop = coords.tp_range(keys)
+        first, last = coords.tp_range(delta.value_heads * delta.value_dim)
+        return (
+            TensorRange(name, start, stop),
+            TensorRange(name, keys + start, keys + stop),
+            TensorRange(name, 2 * keys + first, 2 * keys + last),
+        )
+
+
+ParamType = Replicated | VocabRows | ColumnParallel | RowParallel | FusedQKV | Experts | DeltaNetParams
 """A group of canonical tensors that the engines store together; names have no layer prefix.
 
 ``stacks`` yields the parameters in which one rank of an engine holds them.

@@ -106,7 +106,8 @@ def _read_original(read: HFConfigReader, stated: Mapping[str, Any], positions: i
 def _refuse_other_fields(read: HFConfigReader, kind: str, stated: Mapping[str, Any]) -> None:
     """Adds problems for fields that one of the engines would take for something, or ignore."""
     for name, value in stated.items():
-        if name not in (*_EVERY_TYPE, *_FIELDS[kind]) and value is not None:
+        known = (*_EVERY_TYPE, *_FIELDS[kind], *read.family.unused_rope)
+        if name not in known and value is not None:
             read.problem(f"rope_parameters.{name}", value, f"is not supported with rope_type {kind}")
 
 

@@ -6,11 +6,14 @@ them in the linear layer that follows.
 
 from __future__ import annotations
 
-from megarl.models.param_types import Dims
+from megarl.models.dims import Dims
 
-INPUT_NORM = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+NormNames = tuple[str, str]
 """The names of a norm where it is a module, and where it is a part of the next linear layer."""
-MLP_NORM = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+
+INPUT_NORM: NormNames = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+DELTA_NET_NORM: NormNames = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
+MLP_NORM: NormNames = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 _HEAD_STEP = 8
 _LARGEST_HEAD = 128
@@ -37,6 +40,8 @@ def refusals(dims: Dims, dtype: str) -> list[str]:
     if dims.head_dim % _HEAD_STEP or dims.head_dim > _LARGEST_HEAD:
         supported = f"multiples of {_HEAD_STEP} up to {_LARGEST_HEAD}"
         found.append(f"heads of {dims.head_dim}: its packed attention has {supported}")
+    if dims.delta is not None:
+        found.append("gated delta nets are not supported in its layers")
     if dims.experts:
         found.append("mixtures of experts are not supported in its layers")
     return found

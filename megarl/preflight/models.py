@@ -21,6 +21,10 @@ from megarl.weights.shard_map import Manifest
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
+_CPU_DELTA_DIMS = (64, 128)
+"""Elements of heads that its gated delta nets on a CPU take (0.32: ``chunk_gated_delta_rule_cpu``)."""
+_CPU_DELTA_WIDTH = 4
+"""Positions of the convolutions that it packs there (0.32: ``layers/utils.py``)."""
 
 
 def check_models(config: RunConfig, *, bare: bool = False) -> tuple[int | None, list[Problem]]:
@@ -53,6 +57,7 @@ def check_models(config: RunConfig, *, bare: bool = False) -> tuple[int | None, 
     problems += _positions(config, specs)
     if model is not None:
         problems += _attention(config, model)
+        problems += _delta_nets(config, model)
     problems += _layers(config, specs)
     return vocab, problems
 
@@ -272,6 +277,44 @@ def _attention(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
         yield Problem("cluster.device", "cpu", rule, "choose a model with such heads, or device cuda")
 
 
+def _delta_nets(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    """Finds what engines do not support with gated delta nets."""
+    rollout = config.engine_settings
+    if rollout is None or spec.dims.delta is None:
+        return
+    if rollout.speculative:
+        rule = "drafts are not supported for models with gated delta nets"
+        yield Problem("rollout.speculative", str(rollout.speculative), rule, "set it to 0")
+    if rollout.quantization is not None:
+        rule = "models with gated delta nets are not quantised"
+        yield Problem("rollout.quantization", rollout.quantization, rule, "set it to null")
+    yield from _delta_kernels(config, spec)
+
+
+def _delta_kernels(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    """Finds sizes of gated delta nets for which vLLM on a CPU has no kernels.
+
+    They would fail at the first call, or read unpacked weights as packed ones.
+    """
+    delta = spec.dims.delta
+    if delta is None or config.cluster.device != "cpu":
+        return
+    problems: list[str] = []
+    if spec.dtype != "bfloat16":
+        problems.append(f"compute in bfloat16 alone; the model's dtype is {spec.dtype}")
+    dims = {delta.key_dim, delta.value_dim}
+    if dims - set(_CPU_DELTA_DIMS):
+        stated = " and ".join(map(str, sorted(dims)))
+        problems.append(f"take heads of {' and '.join(map(str, _CPU_DELTA_DIMS))}; the model's have {stated}")
+    if delta.width != _CPU_DELTA_WIDTH:
+        problems.append(
+            f"take convolutions of {_CPU_DELTA_WIDTH} positions; the model's have {delta.width}",
+        )
+    for problem in problems:
+        rule = f"vLLM's gated delta nets on a CPU {problem}"
+        yield Problem("cluster.device", "cpu", rule, "choose another model, or device cuda")
+
+
 def _judge(config: RunConfig) -> list[Problem]:
     """A judge is a language model with a tokenizer."""
     judge = config.judge_model
@@ -282,6 +325,7 @@ def _judge(config: RunConfig) -> list[Problem]:
     if spec is not None:
         found += _files("reward.judge_model.path", judge.path, spec.manifest())
         found += _fits("reward.judge_model.tp", partial(spec.check_vllm, judge.tp))
+        found += _delta_kernels(config, spec)
     if not has_tokenizer(judge.path):
         rule = "a directory with a tokenizer, too"
         fix = "choose another one, or add tokenizer.json"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from megarl.models import ModelSpec
+from megarl.models.dims import DELTA_CHUNK
 from megarl.models.hf_config import LayerSpec
 from megarl.role_specs import RoleSpec, logit_chunk
 from megarl.types import HEADS, Layout, RankCoords
@@ -190,9 +191,9 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
         if device == "cuda" and spec.layers != "local":
             # Transformer Engine's linear layer of queries keeps its normalized input.
             norms += dims.hidden * item * _split(spec.layout)
-    rope = 0
-    if model.family.rotary:
-        rope = 4 * dims.head_dim * item
+    rope = 0.0
+    if model.rope is not None:
+        rope = 4 * dims.head_dim * item * model.rope.share
     qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim * item / tp
     one = dims.heads * dims.head_dim * item / tp  # queries, or the attention's output
     kv = 2 * dims.kv_heads * dims.head_dim * item / tp
@@ -203,14 +204,24 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
     if model.table.megatron.get("qk_layernorm"):
         heads = (dims.heads + dims.kv_heads) / tp
         attention += 4 * heads
-        if not spec.fused:
-            attention += one + kv / 2  # quotients
-        if not spec.fused and item < 4:
+        fused = spec.fused and not _zero_centered(model)
+        if _zero_centered(model):
+            attention += 4 * (one + kv / 2) / item  # quotients in float32
+        elif not fused:
+            attention += one + kv / 2
+        if not fused and item < 4:
             attention += 4 * (one + kv / 2) / item  # inputs in float32
         elif device == "cuda" and item < 4:
             attention += one  # inputs; those of keys are a part of what is projected
         else:
             attention += one + qkv
+    if model.table.megatron.get("attention_output_gate"):
+        attention += one + 4 * one / item  # outputs, and the sigmoid of gates in float32
+        if item == 4:
+            attention += one  # gates, which the inputs of keys are a part of
+    if kind.is_delta_net:
+        rope = 0.0
+        attention = _delta_net(model, item, tp)
     ffn = _channels(model, kind) * item / tp
     if kind.is_mixture:
         chosen = model.table.megatron["moe_router_topk"]
@@ -227,6 +238,29 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
     else:
         mlp = 2 * ffn
     return norms + rope + attention + mlp
+
+
+def _delta_net(model: ModelSpec, item: int, tp: int) -> float:
+    """Returns the bytes of a token that a delta net keeps; all but projections and outputs is in float32."""
+    delta = model.dims.delta
+    assert delta is not None
+    heads = delta.value_heads / tp
+    values = heads * delta.value_dim
+    keys = heads * delta.key_dim  # those that value heads share are copied
+    mixed = 2 * delta.key_heads * delta.key_dim / tp + values
+    # In 16 bits, of a copy in float32.
+    projected = 4 * (mixed + values + 2 * heads)
+    convolved = 4 * (delta.width - 1) * mixed + item * mixed
+    # Queries and keys before and after their norm, scaled, in columns with values, and solved.
+    rule = 4 * (6 * keys + 3 * (keys + values))
+    # Products within chunks.
+    rule += 4 * 5 * heads * DELTA_CHUNK
+    # States before and after each chunk, and the outputs of a chunk.
+    states = 4 * values
+    states += 4 * 2 * heads * delta.key_dim * delta.value_dim / DELTA_CHUNK
+    # Outputs, the norm's parts, and the gates' SiLU in float32.
+    output = 4 * values + 3 * item * values + 4 * values
+    return projected + convolved + rule + states + output
 
 
 def _recomputed(spec: RoleSpec, model: ModelSpec, device: str, layer: float) -> float:
@@ -247,9 +281,16 @@ def _norm(spec: RoleSpec, model: ModelSpec) -> float:
     item = ITEM_BYTES[model.dtype]
     if model.table.megatron["normalization"] == "LayerNorm" or spec.layers == "transformer_engine":
         return 2 * model.dims.hidden * item + 8
+    if _zero_centered(model):
+        return model.dims.hidden * (8 + item) + 4
     if spec.fused:
         return 2 * model.dims.hidden * item + 4
     return model.dims.hidden * (4 + 2 * item) + 4
+
+
+def _zero_centered(model: ModelSpec) -> bool:
+    """Returns whether norms multiply by 1 + weight: these are not fused, and keep quotients in float32."""
+    return bool(model.table.megatron.get("layernorm_zero_centered_gamma"))
 
 
 def _split(layout: Layout) -> float:

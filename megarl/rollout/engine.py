@@ -28,7 +28,7 @@ from megarl.rollout.completions import (
     version_spans,
 )
 from megarl.rollout.drafts import DraftCounts, draft_counts, draft_settings
-from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes
+from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes, most_sequences
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.kept_sets import kept_sets, with_sampling_mask
 from megarl.rollout.requests import Requests, Turns, generation_params, scoring_params, stop_token_ids
@@ -165,7 +165,9 @@ class RolloutEngine:
             block_size=BLOCK_TOKENS,
             kv_cache_memory_bytes=cache,
             gpu_memory_utilization=_START_MEMORY,
-            enable_prefix_caching=True,
+            max_num_seqs=most_sequences(self._spec, self._rollout, options.device, cache),
+            enable_prefix_caching=self._spec.dims.delta is None,  # states are not kept by prefix
+            mamba_ssm_cache_dtype="float32",  # states as the trainers have them
             logprobs_mode="processed_logprobs",
             max_logprobs=self._recorded_logprobs,
             return_sampling_mask=self._has_masks,

@@ -102,7 +102,7 @@ def _sizes(model: ModelSpec, tp: int, *, quantized: bool = False) -> list[int]:
     sizes: list[int] = []
     for name, info in model.vllm_map(tp, 0).params.items():
         is_matrix = "layers." in name and len(info.shape) > 1
-        sizes.append(math.prod(info.shape) * (1 if quantized and is_matrix else ITEM_BYTES[model.dtype]))
+        sizes.append(math.prod(info.shape) * (1 if quantized and is_matrix else ITEM_BYTES[info.dtype]))
     return sizes
 
 
@@ -139,13 +139,57 @@ def sequence_bytes(model: ModelSpec, rollout: Rollout) -> int:
     models = [model]
     if rollout.draft_model is not None:
         models.append(_draft_model(rollout.draft_model))
-    blocks = -(-rollout.positions // BLOCK_TOKENS)
-    token = 0
-    for each in models:
-        dims = each.dims
-        heads = max(1, dims.kv_heads // rollout.tp)
-        token += dims.layers * 2 * heads * dims.head_dim * ITEM_BYTES[each.dtype]
-    return blocks * BLOCK_TOKENS * token
+    return sum(_longest_bytes(each, rollout) for each in models)
+
+
+def _longest_bytes(model: ModelSpec, rollout: Rollout) -> int:
+    """Returns what one model keeps of a sequence of the largest length, on a rank.
+
+    Attention has a block for each part of the sequence, a delta net one block for all of it.
+    """
+    dims = model.dims
+    positions, block = _block(model, rollout.tp)
+    blocks = math.ceil(rollout.positions / positions)
+    delta_nets = sum(kind.is_delta_net for kind in model.table.layers)
+    attention = dims.layers - delta_nets
+    if not delta_nets or not attention:
+        return block * (attention * blocks + delta_nets)
+    # Layers of one kind share blocks in groups, which are padded to one size (vLLM 0.32: ``kv_cache_utils``).
+    group = min(attention, delta_nets)
+    return block * group * (math.ceil(attention / group) * blocks + math.ceil(delta_nets / group))
+
+
+def _block(model: ModelSpec, tp: int) -> tuple[int, int]:
+    """Returns the positions of a block and its bytes in one layer, on a rank.
+
+    A block holds the state of a delta net (vLLM 0.32: ``_align_hybrid_block_size``).
+    """
+    dims = model.dims
+    token = 2 * max(1, dims.kv_heads // tp) * dims.head_dim * ITEM_BYTES[model.dtype]
+    positions = BLOCK_TOKENS
+    if dims.delta is not None:
+        delta = dims.delta
+        channels = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
+        state = 4 * delta.value_heads * delta.key_dim * delta.value_dim
+        state += (delta.width - 1) * channels * ITEM_BYTES[model.dtype]
+        positions *= max(1, math.ceil(state / tp / token / BLOCK_TOKENS))
+    return positions, positions * token
+
+
+def most_sequences(model: ModelSpec, rollout: Rollout, device: str, cache: int) -> int | None:
+    """Returns how many sequences an engine may generate at once; None: vLLM's default.
+
+    vLLM (0.32) does not start graphs of a model with states if its cache has fewer blocks than
+    sequences (``config/compilation.py``).
+
+    Args:
+        cache: bytes of the cache on a rank.
+    """
+    if model.dims.delta is None:
+        return None
+    _, sequences = _TOKENS[device]
+    _, block = _block(model, rollout.tp)
+    return max(1, min(sequences, cache // (block * model.dims.layers)))
 
 
 def cache_bytes(

@@ -117,8 +117,9 @@ def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, co
     infos = {name: _as_loaded(module, name) for name, _ in module.named_parameters(recurse=False)}
     on_cpu = next(module.parameters(recurse=False)).device.type == "cpu"
     in_place: Collection[str] = ()
-    # Experts on a CPU are packed, possibly to the same shape.
-    if not (on_cpu and isinstance(method, UnquantizedFusedMoEMethod)):
+    # Experts and convolutions on a CPU are packed, possibly to the same shape.
+    is_convolution = any(len(info.shape) == 3 for info in infos.values())
+    if not (on_cpu and (is_convolution or isinstance(method, UnquantizedFusedMoEMethod))):
         in_place = _overwritten(path, module, infos)
     if method is not None and computes:
         return Layer(module, infos, in_place, partial(_pack, module))

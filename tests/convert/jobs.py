@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,8 @@ import torch
 from megarl.types import Layout
 from tests.convert.directories import read_directory
 from tests.weights.models import placed
+
+DELTA_NET_NORM = "self_attention.in_proj.layer_norm_"
 
 
 def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: str) -> int:
@@ -59,8 +62,9 @@ def _of_expert(held: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any, Any]:
-    """The spec, this rank's chunks with Megatron's own experts, and Megatron's description of what they hold."""
+    """The spec, this rank's chunks with Megatron's own experts and delta nets, and its description of them."""
     from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.ssm.gated_delta_net import common, gdn
 
     from megarl.megatron import model as models
     from megarl.megatron.parallel import GroupCache, build_groups
@@ -69,9 +73,34 @@ def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any,
     spec = model_spec(config)
     groups = build_groups(layout, rank, GroupCache())
     dtype = getattr(torch, spec.dtype)
-    with patch.object(models, "GroupedExperts", LocalSpecProvider().grouped_mlp_modules(False)):
+    own = {
+        "GroupedExperts": LocalSpecProvider().grouped_mlp_modules(False),
+        "_local_layer": partial(_own_delta_net, models._local_layer),
+    }
+    # Its delta net asks for the kernels when it is made.
+    with (
+        patch.multiple(models, **own),
+        patch.object(common, "HAVE_FLA", True),
+        patch.object(gdn, "chunk_gated_delta_rule", common.torch_chunk_gated_delta_rule),
+    ):
         model = models.build_model(spec, layout, groups, head=spec.head, dtype=dtype, trainable=False)
     return spec, model, _sharded(model, {})
+
+
+def _own_delta_net(ours: Any, config: Any, kind: Any, norm: Any) -> Any:
+    """The layer with Megatron's delta net; the norm before it is a part of it, as in Transformer Engine."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    layer = ours(config, kind, norm)
+    if kind.is_delta_net:
+        linear: dict[str, Any] = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+        parts = GatedDeltaNetSubmodules(**linear, out_norm=norm)
+        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
+        keys = layer.submodules.sharded_state_dict_keys_map
+        layer.submodules.sharded_state_dict_keys_map = {**keys, "input_layernorm.": DELTA_NET_NORM}
+    return layer
 
 
 def _chunks(model: Any) -> dict[str, Any]:

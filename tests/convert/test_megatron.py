@@ -33,6 +33,7 @@ CASES = {
         [Layout(pp=2, dp=2, ep=2), Layout(tp=2, dp=2, ep=2, sequence_parallel=True)],
     ),
     "several_kinds": (models.CONFIGS["several_kinds"](), [Layout(pp=2, dp=2, ep=2)]),
+    "qwen3_5": (models.qwen3_5_config(dtype="bfloat16"), [Layout(tp=2, pp=2), Layout(pp=2, vpp=2)]),
 }
 EACH = [
     pytest.param(name, layout, id=f"{name}-{i}")

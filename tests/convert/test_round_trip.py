@@ -25,6 +25,7 @@ CONFIGS = {
     "mixtral": models.mixtral_config(dtype="bfloat16"),
     "qwen3_moe": models.qwen3_moe_config(tie_word_embeddings=True),
     "phi3": models.phi3_config(),
+    "qwen3_5": models.qwen3_5_config(dtype="bfloat16"),
     "reward": models.llama_config(architectures=["LlamaForSequenceClassification"], num_labels=1),
 }
 

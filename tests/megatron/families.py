@@ -118,6 +118,24 @@ FAMILIES: Mapping[str, Family] = {
         },
         tp=(4, 2),
     ),
+    "qwen3_5": Family(
+        kind="qwen3_5_text",
+        fields={
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 44,
+            "vocab_size": 101,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 3,
+            "full_attention_interval": 2,
+            "rms_norm_eps": 1e-3,  # norms of a head's small outputs enlarge the noise of transformers beyond 1e-5
+        },
+    ),
     "gpt2": Family(
         kind="gpt2",
         fields={"n_layer": 7, "n_head": 4, "n_inner": 52, "vocab_size": 101, "n_positions": 23},

@@ -111,6 +111,8 @@ def _kept_by_layers(
     found: list[tuple[int, int]] = []
     for count in (2, 3):
         sized = {**config, layers: count}
+        if config.get("layer_types"):
+            sized["layer_types"] = config["layer_types"][:count]
         actor = make_actor(sized, layout, rank, recompute, fused=fused)
         (chunk,) = actor.model.chunks
         own = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}

@@ -15,7 +15,14 @@ from tests.pool import RankPool
 TOKENS = 512
 SPLIT = Layout(tp=2, sequence_parallel=True)
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
-KINDS: dict[str, dict[str, Any]] = {"qwen2": {}, "qwen3": {"head_dim": 16}, "gpt2": {}, "mixtral": MIXTURE}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "gpt2": ("gpt2", {}),
+    "mixtral": ("mixtral", MIXTURE),
+    "delta_nets": ("qwen3_5_text", {"head_dim": 16, "layer_types": ["linear_attention"] * 4}),
+    "gated_attention": ("qwen3_5_text", {"head_dim": 16, "layer_types": ["full_attention"] * 4}),
+}
 
 
 @pytest.mark.dist
@@ -37,7 +44,8 @@ def test_kept_activations_are_as_planned(
     pool: RankPool, kind: str, dtype: str, layout: Layout, recompute: str, fused: bool
 ) -> None:
     """Within 1%: lengths of sequences, and what the router keeps of its choices, are not planned."""
-    config = hf_config(kind, **KINDS[kind], dtype=dtype)
+    model_type, fields = KINDS[kind]
+    config = hf_config(model_type, **fields, dtype=dtype)
     layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
     found = pool.run(kept_by_layers, config, layers, layout, recompute, TOKENS, fused, world_size=layout.tp)
     for (two, planned_two), (three, planned_three) in found:

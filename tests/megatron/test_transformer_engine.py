@@ -17,7 +17,7 @@ import torch
 from megarl.errors import RunError
 from megarl.megatron.model import _require_agreement
 from megarl.megatron.platform import kernels
-from megarl.models.param_types import Dims
+from megarl.models.dims import Dims
 from megarl.types import Layout
 from tests.megatron.stand_ins import transformer_engine
 from tests.megatron.tiny import save_model
@@ -133,7 +133,7 @@ from megarl.megatron.platform import start_platform
 start_platform("{kind}")
 import megarl.megatron.model_engine
 from megarl.megatron.platform.kernels import layer_kind
-from megarl.models.param_types import Dims
+from megarl.models.dims import Dims
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 assert not HAVE_TE

@@ -105,6 +105,10 @@ LONGROPE = (
 )
 PTX = ["ptx={data: tests/e2e/texts.jsonl, max_tokens: 16, sequences_per_mini_batch: 3, coef: 0.1}"]
 FIVE_HEADS = f"{MODEL}={{num_attention_heads: 5, num_key_value_heads: 5, hidden_size: 160}}"
+DELTA_NETS = [
+    *(f"{MODEL}.model_type=qwen3_5_text", f"{MODEL}.architectures=[Qwen3_5ForCausalLM]", f"{MODEL}.dtype=bfloat16"),
+    *(f"{MODEL}.head_dim=32", f"{MODEL}.linear_key_head_dim=32", f"{MODEL}.linear_value_head_dim=64"),
+]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +132,11 @@ FIVE_HEADS = f"{MODEL}={{num_attention_heads: 5, num_key_value_heads: 5, hidden_
             "rollout.speculative",
             "twice the drafts are at most the 128 positions of the model",
         ),
+        (DELTA_NETS, "cluster.device", "take heads of 64 and 128; the model's have 32 and 64"),
+        ([*DELTA_NETS, "model.random.config.dtype=float32"], "cluster.device", "compute in bfloat16 alone"),
+        ([*DELTA_NETS, f"{MODEL}.num_key_value_heads=1"], ACTOR, "tp 2 exceeds the 1 KV heads of gated attention"),
+        ([*DELTA_NETS, f"{MODEL}.linear_conv_kernel_dim=3"], "cluster.device", "take convolutions of 4 positions"),
+        ([*DELTA_NETS, "rollout.speculative=2"], "rollout.speculative", "not supported for models with gated"),
         ([f"{MODEL}.model_type=opt"], "model.random.config", "opt"),
         ([LONGROPE], "rollout.max_model_len", "65 positions, for which longrope takes other factors than for 64"),
         (
@@ -140,7 +149,7 @@ FIVE_HEADS = f"{MODEL}={{num_attention_heads: 5, num_key_value_heads: 5, hidden_
 def test_sizes_that_do_not_fit_the_layout_are_refused(overrides: list[str], field: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(load(DEBUG, overrides, check))
-    assert said in next(problem.rule for problem in caught.value.problems if problem.field == field)
+    assert said in "; ".join(problem.rule for problem in caught.value.problems if problem.field == field)
 
 
 def test_a_draft_model_has_the_models_ids_and_positions(tmp_path: Path) -> None:

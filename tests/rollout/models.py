@@ -82,6 +82,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "qwen3_5_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "full_attention_interval": 2,
+    },
     "phi3": {
         "num_key_value_heads": 2,
         "pad_token_id": None,
@@ -97,6 +106,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """By HF's model type, what differs from the common sizes. vLLM's experts on a CPU have channels in multiples of 32."""
+
+ONLY_BFLOAT16 = ("qwen3_5_text",)
+"""vLLM's kernels of delta nets on a CPU take nothing else (0.32)."""
 
 
 def family(kind: str, *, dtype: str = "float32") -> PreTrainedConfig:

@@ -28,7 +28,7 @@ def copied_boxes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
     """What a rank's loader copies, in boxes without axes of extent 1 that views have added or removed."""
     from vllm.distributed.weight_transfer.sharded_rdt_fake import BakeSink, FakeRDTTensor
 
-    with _model(config, tp, rank) as model:
+    with _model(config, tp, rank) as model, _assignments_noted():
         names = {id(module): path for path, module in model.named_modules()}
         sink = BakeSink()
         for module in model.modules():
@@ -45,8 +45,8 @@ def copied_boxes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
                 assert copy is not None
                 param = f"{names[id(module)]}.{copy.param_name}"
                 shape = tuple(getattr(module, copy.param_name).shape)
-                source, views = copy.src
-                view = _viewed(torch.empty(tensors[source].shape, device="meta"), views)
+                source, chain = copy.src
+                view = _viewed(torch.empty(tensors[source].shape, device="meta"), chain)
                 found.add(
                     (
                         param,
@@ -56,6 +56,27 @@ def copied_boxes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
                     )
                 )
         return found
+
+
+@contextmanager
+def _assignments_noted() -> Iterator[None]:
+    """Has tensors without memory know what the loader of delta nets does beyond ``copy_``: assign a view of them."""
+    from vllm.distributed.weight_transfer.sharded_rdt_fake import SUPPORTED_OPS, FakeRDTTensor
+
+    noted: Any = FakeRDTTensor.__torch_function__
+
+    def function(_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__setitem__:
+            target, index, source = args
+            return target[index].copy_(source)
+        return noted(func, types, args, kwargs)
+
+    views: Any = {torch.Tensor.view_as: "view_as"}
+    with (
+        mock.patch.dict(SUPPORTED_OPS, views),
+        mock.patch.object(FakeRDTTensor, "__torch_function__", classmethod(function)),
+    ):
+        yield
 
 
 def _stamp(sink: Any, module: Any, name: str, parameter: Any) -> None:
@@ -75,8 +96,8 @@ def _stamp(sink: Any, module: Any, name: str, parameter: Any) -> None:
     parameter.weight_loader = loader
 
 
-def _viewed(tensor: torch.Tensor, views: Any) -> torch.Tensor:
-    for method, args, kwargs in views:
+def _viewed(tensor: torch.Tensor, chain: Any) -> torch.Tensor:
+    for method, args, kwargs in chain:
         tensor = getattr(tensor, method)(*args, **dict(kwargs))
     return tensor
 

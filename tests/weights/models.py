@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def _config(*parts: Mapping[str, Any]) -> _Config:
     def config(**changes: Any) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         for part in (*parts, changes):
-            fields |= part
+            fields |= deepcopy(dict(part))  # transformers writes into nested fields
         return fields
 
     return config
@@ -114,6 +115,19 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
+_QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "full_attention_interval": 2,
+}
 _SEVERAL_KINDS = {"mlp_only_layers": [0, 2], "intermediate_size": 36}
 qwen2_config = _config(_QWEN2)
 llama_config = _config(_LLAMA)
@@ -123,6 +137,7 @@ phi3_config = _config(_LLAMA, _PHI3)
 gpt2_config = _config(_GPT2)
 mixtral_config = _config(_LLAMA, _MIXTRAL)
 qwen3_moe_config = _config(_QWEN2, _QWEN3, _QWEN3_MOE)
+qwen3_5_config = _config(_QWEN2, _QWEN3_5)
 CONFIGS: Mapping[str, _Config] = {
     "llama": llama_config,
     "mistral": mistral_config,
@@ -134,7 +149,7 @@ CONFIGS: Mapping[str, _Config] = {
     "qwen3_moe": qwen3_moe_config,
     "several_kinds": _config(_QWEN2, _QWEN3, _QWEN3_MOE, _SEVERAL_KINDS),
 }
-"""Tiny models of all families."""
+"""Tiny models of the families that naive.py has."""
 
 
 def numbered(tensors: Mapping[str, TensorInfo]) -> Arrays:

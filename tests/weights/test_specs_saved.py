@@ -14,10 +14,11 @@ from megarl.models import FAMILIES, model_spec
 from megarl.types import Layout
 from megarl.weights.hf_files import CheckpointError, HFDirectory, load_shard, read_config
 from tests.weights import models
-from tests.weights.models import gpt2_config, llama_config
+from tests.weights.models import gpt2_config, llama_config, qwen3_5_config
 
 CONFIGS = {name: config() for name, config in models.CONFIGS.items()}
 CONFIGS |= {f"{name}-tied": models.CONFIGS[name](tie_word_embeddings=True) for name in ("qwen2", "qwen3", "mixtral")}
+CONFIGS["qwen3_5"] = qwen3_5_config()
 CONFIGS["llama-biased"] = llama_config(attention_bias=True, mlp_bias=True)
 CONFIGS["gpt2-untied"] = gpt2_config(tie_word_embeddings=False, n_inner=36)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import torch
 
 from megarl.config.schema import LayerChoice
-from megarl.models.param_types import Dims
+from megarl.models.dims import Dims
 from megarl.models.transformer_engine import refusals
 
 Device = Literal["cpu", "cuda"]
