@@ -251,13 +251,13 @@ def _delta_net(model: ModelSpec, item: int, tp: int) -> float:
     # In 16 bits, of a copy in float32.
     projected = 4 * (mixed + values + 2 * heads)
     convolved = 4 * (delta.width - 1) * mixed + item * mixed
-    # Queries and keys before and after their norm, scaled, in columns with values, and solved.
-    rule = 4 * (6 * keys + 3 * (keys + values))
-    # Products within chunks.
-    rule += 4 * 5 * heads * DELTA_CHUNK
-    # States before and after each chunk, and the outputs of a chunk.
+    # Queries and keys before and after their norm, scaled and transposed, in columns with values, and solved.
+    rule = 4 * (8 * keys + 3 * (keys + values))
+    # Products within chunks, and numbers of each head.
+    rule += 4 * heads * (5 * DELTA_CHUNK + 9)
+    # The state before each chunk, and what a chunk adds to it.
     states = 4 * values
-    states += 4 * 2 * heads * delta.key_dim * delta.value_dim / DELTA_CHUNK
+    states += 4 * heads * delta.key_dim * delta.value_dim / DELTA_CHUNK
     # Outputs, the norm's parts, and the gates' SiLU in float32.
     output = 4 * values + 3 * item * values + 4 * values
     return projected + convolved + rule + states + output

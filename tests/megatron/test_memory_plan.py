@@ -15,13 +15,20 @@ from tests.pool import RankPool
 TOKENS = 512
 SPLIT = Layout(tp=2, sequence_parallel=True)
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+HYBRID = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "gpt2": ("gpt2", {}),
     "mixtral": ("mixtral", MIXTURE),
-    "delta_nets": ("qwen3_5_text", {"head_dim": 16, "layer_types": ["linear_attention"] * 4}),
-    "gated_attention": ("qwen3_5_text", {"head_dim": 16, "layer_types": ["full_attention"] * 4}),
+    "delta_nets": ("qwen3_5_text", {**HYBRID, "layer_types": ["linear_attention"] * 4}),
+    "gated_attention": ("qwen3_5_text", {**HYBRID, "layer_types": ["full_attention"] * 4}),
 }
 
 
