@@ -254,6 +254,15 @@ class ModelSpec:
 
     def transformer_fields(self) -> dict[str, Any]:
         """Returns the fields of Megatron's ``TransformerConfig`` of this model."""
+        delta: dict[str, Any] = {}
+        if self.dims.delta is not None:
+            delta = {
+                "linear_num_key_heads": self.dims.delta.key_heads,
+                "linear_num_value_heads": self.dims.delta.value_heads,
+                "linear_key_head_dim": self.dims.delta.key_dim,
+                "linear_value_head_dim": self.dims.delta.value_dim,
+                "linear_conv_kernel_dim": self.dims.delta.width,
+            }
         return {
             "num_layers": self.dims.layers,
             "hidden_size": self.dims.hidden,
@@ -263,6 +272,7 @@ class ModelSpec:
             "kv_channels": self.dims.head_dim,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
+            **delta,
             **self.table.megatron,
         }
 

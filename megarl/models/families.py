@@ -294,16 +294,6 @@ def _qwen3_5(read: HFConfigReader) -> ParamTable:
     frequency: list[int] | int = 1  # layers that are all alike are one tensor in checkpoints
     if 0 < sum(delta_nets) < len(delta_nets):
         frequency = [int(is_delta_net) for is_delta_net in delta_nets]
-    sizes = (
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-    )
-    delta: dict[str, Any] = {}
-    for name in sizes:
-        delta[name] = read.positive(name)
     return llama_table(
         read,
         qkv=replace(QKV, gated=True),
@@ -315,7 +305,6 @@ def _qwen3_5(read: HFConfigReader) -> ParamTable:
             "layernorm_zero_centered_gamma": True,
             "experimental_attention_variant": "gated_delta_net",
             "linear_attention_freq": frequency,
-            **delta,
         },
     )
 

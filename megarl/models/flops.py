@@ -2,8 +2,8 @@
 
 Counted are the matrix products that a pass needs, two operations per multiplication: those of the
 layers for every token, causal attention, the states of delta nets position by position, and the head
-where it is read. Padding, what is computed
-twice to save memory, embeddings, norms and activations do not count.
+where it is read. Padding, what is computed twice to save memory, embeddings, norms and activations do
+not count.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCoun
         seen = min(length, window or length)
         pairs += seen * (seen + 1) // 2 + (length - seen) * seen
         read += sequence.response_tokens
-    layers = sum(not kind.is_delta_net for kind in spec.table.layers)
+    layers = dims.layers - spec.table.delta_nets
     attention = 4 * layers * dims.heads * dims.head_dim * pairs
     outputs = dims.vocab if head == "lm" else 1
     return token_flops(spec) * tokens + attention + 2 * dims.hidden * outputs * read

@@ -65,6 +65,14 @@ class ParamTable:
         """The kinds of its layers, each once."""
         return tuple(dict.fromkeys(self.layers))
 
+    @property
+    def delta_nets(self) -> int:
+        """Number of layers that are gated delta nets.
+
+        All others have attention.
+        """
+        return sum(layer.is_delta_net for layer in self.layers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:

@@ -208,7 +208,7 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
         if _zero_centered(model):
             attention += 4 * (one + kv / 2) / item  # quotients in float32
         elif not fused:
-            attention += one + kv / 2
+            attention += one + kv / 2  # quotients
         if not fused and item < 4:
             attention += 4 * (one + kv / 2) / item  # inputs in float32
         elif device == "cuda" and item < 4:

@@ -150,7 +150,7 @@ def _longest_bytes(model: ModelSpec, rollout: Rollout) -> int:
     dims = model.dims
     positions, block = _block(model, rollout.tp)
     blocks = math.ceil(rollout.positions / positions)
-    delta_nets = sum(kind.is_delta_net for kind in model.table.layers)
+    delta_nets = model.table.delta_nets
     attention = dims.layers - delta_nets
     if not delta_nets or not attention:
         return block * (attention * blocks + delta_nets)

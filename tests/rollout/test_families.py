@@ -20,7 +20,7 @@ MIXTURES = {"mixtral": Layout(pp=2, dp=3, ep=3), "qwen3_moe": Layout(tp=1, pp=2,
 TELLING = {("gpt2", 1), ("qwen3", 1), ("qwen3_moe", 2)}
 """Of the product, what the default suite runs: learned positions and LayerNorms, norms of heads, experts."""
 BFLOAT16_NOISE = 0.3
-"""How far transformers in bfloat16 is from itself in float32, with these weights."""
+"""How far transformers in bfloat16 is from itself in float32: 0.29 and 0.20 with the two seeds' weights."""
 
 EVERY = [
     pytest.param(kind, tp, id=f"{kind}-tp{tp}", marks=() if (kind, tp) in TELLING else pytest.mark.matrix)
