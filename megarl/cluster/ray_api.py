@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,6 +25,9 @@ untyped: Any = ray
 _AGENT = "--dashboard_agent_command"
 _TRIED = "2.60."
 """Version of Ray whose raylets are known to run without an agent."""
+_RETRY_S = 0.1
+START_S = 120.0
+"""How long Ray's own processes may take to start; Ray (2.60, node.py) gives them 30 s."""
 
 
 def init(**options: Any) -> None:
@@ -47,6 +51,30 @@ def skip_idle_processes(*_: object) -> None:
     tried = str(untyped.__version__).startswith(_TRIED)  # others may wait for more of the agent
     if tried and not hasattr(services.start_ray_process, "__wrapped__"):
         services.start_ray_process = _without_agent(services.start_ray_process)
+
+
+def wait_for_slow_starts() -> None:
+    """Has the Ray that this process starts wait `START_S` for its raylet, as on a busy machine."""
+    services: Any = untyped._private.services
+    if not hasattr(services.get_node, "__wrapped__"):
+        services.get_node = patient(services.get_node, START_S)
+
+
+def patient[T](find: Callable[..., T], seconds: float) -> Callable[..., T]:
+    """Returns the function, tried again for so long where it raises RuntimeError."""
+
+    @wraps(find)
+    def tried(*args: Any) -> T:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return find(*args)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_S)
+
+    return tried
 
 
 def _without_agent[T](start: Callable[..., T]) -> Callable[..., T]:

@@ -36,7 +36,11 @@ from megarl.remote import Phase
 from megarl.stacks import answering
 
 _LOOPBACK = "127.0.0.1"
-_LOCAL_ENV = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
+_LOCAL_ENV = {
+    **ENVIRONMENT,
+    "GLOO_SOCKET_IFNAME": "lo",
+    "RAY_gcs_server_port_wait_time_s": f"{ray_api.START_S:.0f}",
+}
 _END_GRACE_S = 5.0
 _SIGN_OF_LIFE_S = 10.0
 _MIB = 1 << 20
@@ -222,6 +226,7 @@ class Session:
         ending.callback(cleanup.note)
         ending.callback(ignore_interrupts)
         ray_api.skip_idle_processes()
+        ray_api.wait_for_slow_starts()
         try:
             ray_api.init(
                 address="local",  # regardless of RAY_ADDRESS

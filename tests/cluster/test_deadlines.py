@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster import calls
+from megarl.cluster import calls, ray_api
 from megarl.cluster.calls import Call, CallMonitor, Process, ProcessLostError, WorkerError
 from megarl.cluster.ray_worker import Timed
 from megarl.config.schema import TimeLimits
@@ -301,3 +301,23 @@ def test_engines_that_wait_for_busy_trainers_in_a_sync_are_not_overdue(world: Wo
     with pytest.raises(WorkerError, match="No answer within 10 s from p0 in call"):
         world.run(work())
     assert world.now == 99.0 + 95.0 + 10.0
+
+
+def test_what_is_not_there_yet_is_looked_for_again() -> None:
+    answers = iter([RuntimeError("not yet"), RuntimeError("not yet"), "there"])
+
+    def find(_: str) -> str:
+        answer = next(answers)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    assert ray_api.patient(find, 60.0)("a node") == "there"
+
+
+def test_what_never_comes_is_an_error() -> None:
+    def find() -> None:
+        raise RuntimeError("not there")
+
+    with pytest.raises(RuntimeError, match="not there"):
+        ray_api.patient(find, 0.0)()
