@@ -13,6 +13,7 @@ from megarl.config import ConfigError, Problem
 from megarl.config.inheritance import recipe_fix, recipes
 from megarl.config.problems import correct_model_path, correct_path
 from megarl.config.schema import read_hf_config
+from megarl.decoder_fields import decoder_fields
 from megarl.files import read_json
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "prompt_ids", "token_ids")
@@ -73,7 +74,7 @@ class NewRun:
             yield Problem("--prompts", self.prompts, rule, correct_path(self.prompts))
 
     def _config(self, row: Mapping[str, Any]) -> str:
-        positions = read_hf_config(self.model).get("max_position_embeddings")
+        positions = decoder_fields(read_hf_config(self.model)).get("max_position_embeddings")
         tokens = min(positions or _TOKENS, _TOKENS)
         source = json.dumps(self.prompts)
         column = _first_text(row, _OTHER_PROMPT_COLUMNS)

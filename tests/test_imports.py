@@ -19,7 +19,7 @@ PACKAGE = REPOSITORY / "megarl"
 
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
-    {"bounds", "errors", "files", "garbage_collection", "lazy_compiling"},
+    {"bounds", "decoder_fields", "errors", "files", "garbage_collection", "lazy_compiling"},
     {"plugins", "remote", "stacks", "texts", "types"},
     {"weights"},
     {"algos", "models"},

@@ -13,7 +13,7 @@ from megarl.config import ConfigError, load
 from megarl.convert.megatron_checkpoint import HF_FILES, FoundCheckpoint, find_checkpoint, open_checkpoint
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import DEFAULT, Resources, run_tasks
-from megarl.convert.stored import Assembly, Stored, copy_values, open_hf, read_spec
+from megarl.convert.stored import Assembly, Stored, copy_values, open_hf, open_untrained, read_spec
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
@@ -43,12 +43,18 @@ def export_checkpoint(
         max_file_bytes: size that no file of several tensors exceeds.
     """
     found = find_checkpoint(checkpoint, role=role, step=step)
-    spec, side_directories = _model_of(found, template)
+    spec, origin, side_directories = _model_of(found, template)
     head = found.head(spec.head)
     with PartialOutput(out) as output:
         tensors, sources = open_checkpoint(found, spec, head)
+        tensors = dict(tensors)
         if dtype is not None:
-            tensors = {name: replace(info, dtype=dtype) for name, info in tensors.items()}
+            fixed = spec.fixed_dtypes()
+            for name, info in tensors.items():
+                tensors[name] = replace(info, dtype=fixed.get(name, dtype))
+        others = open_untrained(origin, spec)
+        sources = sources.with_whole(others)
+        tensors |= {name: tensor.info for name, tensor in others.items()}
         layouts = lay_out(tensors, max_file_bytes)
         files: list[OutputFile] = []
         for layout in layouts:
@@ -64,14 +70,14 @@ def export_checkpoint(
         output.publish()
 
 
-def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec, tuple[Path, ...]]:
-    """Returns a checkpoint's model, and directories with its tokenizer and generation files; later ones win."""
+def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec, Path | None, tuple[Path, ...]]:
+    """Returns a checkpoint's model, its directory, and those with tokenizer and generation files; later ones win."""
     if template is not None or found.role is None:
         directory = template or found.root / HF_FILES
         if template is None and not (directory / _HF_CONFIG).is_file():
             fix = "name a directory that has its config.json and tokenizer with --hf"
             raise UsageError(f"{found.root} does not say which model it is of; {fix}")
-        return read_spec(directory), (directory,)
+        return read_spec(directory), directory, (directory,)
     path = found.root / "config.yaml"  # of the run, with the model from which the role started
     try:
         config = load(path)
@@ -81,8 +87,10 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
     except (ConfigError, OSError, ValueError) as error:
         problem = f"{path} does not lead to the model's config.json ({error})"
         raise UsageError(f"{problem}; name a directory that has it with --hf") from None
+    origin = start or config.model.path
     directories = (config.model.path, config.model.tokenizer, start)
-    return spec, tuple(Path(directory) for directory in directories if directory is not None)
+    side = tuple(Path(directory) for directory in directories if directory is not None)
+    return spec, None if origin is None else Path(origin), side
 
 
 def compare(
@@ -109,11 +117,13 @@ def compare(
     converted, sources = open_checkpoint(found, spec, head)
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
+    fixed = spec.fixed_dtypes()
     for name, tensor in original.items():
         info = converted[name]
         if dtype is None and info.dtype != tensor.info.dtype:
             problems.append(f"{name}: {info.dtype}, not {tensor.info.dtype}")
-        tensors[name] = replace(tensor.info, dtype=dtype or tensor.info.dtype)
+        wanted = dtype and fixed.get(name, dtype)
+        tensors[name] = replace(tensor.info, dtype=wanted or tensor.info.dtype)
     tasks: list[tuple[Assembly, Mapping[str, Stored]]] = []
     for group in group_tensors(tensors, _GROUP_BYTES):
         tasks.append((sources.assembly(group), {name: original[name] for name in group}))

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,11 +19,11 @@ from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
 from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import DEFAULT, Resources
-from megarl.convert.stored import Sources, Stored, open_hf, read_spec, shards_within
+from megarl.convert.stored import Sources, Stored, open_hf, open_untrained, read_spec, shards_within
 from megarl.errors import UsageError
 from megarl.files import write_durably, write_errors
 from megarl.models import ModelSpec
-from megarl.weights.export import copy_side_files, group_tensors
+from megarl.weights.export import copy_side_files, group_tensors, lay_out
 from megarl.weights.plan import Copy
 from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
 
@@ -59,7 +60,7 @@ def import_checkpoint(
     spec = read_spec(hf)
     with PartialOutput(out) as output:
         stored = open_hf(hf, spec.manifest(spec.head))
-        whole = _with_dtypes(_global_map(spec), stored, dtype)
+        whole = _with_dtypes(_global_map(spec), stored, dtype, spec.fixed_dtypes())
         boxes = _stored_boxes(whole)
         chunks: dict[str, TensorInfo] = {}
         for name, (key, box) in boxes.items():
@@ -72,7 +73,11 @@ def import_checkpoint(
         for number, group in enumerate(group_tensors(chunks, max_file_bytes)):
             path = f"{RELEASE}/__{number}_0.distcp"
             files.append(OutputFile(path=path, assembly=sources.assembly(group), header=None))
-        written = output.write(f"import {hf.name}", files, inputs=sources.files, resources=resources)
+        inputs = sources.files
+        others = _untrained_files(hf, spec)
+        for file in others:
+            inputs |= {tensor.path for tensor in file.assembly.sources.values()}
+        written = output.write(f"import {hf.name}", files + others, inputs=inputs, resources=resources)
         _write_indices(output.directory / RELEASE, whole, _chunks(files, boxes, written))
         write_durably(output.directory / TRACKER, RELEASE)
         hf_files = output.directory / HF_FILES
@@ -81,6 +86,17 @@ def import_checkpoint(
         config = (hf / "config.json").read_text(encoding="utf-8")
         write_durably(hf_files / "config.json", config)
         output.publish()
+
+
+def _untrained_files(hf: Path, spec: ModelSpec) -> list[OutputFile]:
+    """Returns a file of what passes through untouched, beside the model's config.json, for exports."""
+    stored = open_untrained(hf, spec)
+    if not stored:
+        return []
+    sources = Sources(stored={}, copies={}).with_whole(stored)
+    (layout,) = lay_out({name: tensor.info for name, tensor in stored.items()}, sys.maxsize)
+    ordered = {name: layout.tensors[name] for name in layout.offsets}
+    return [OutputFile(path=f"{HF_FILES}/{layout.name}", assembly=sources.assembly(ordered), header=layout.header)]
 
 
 def _global_map(spec: ModelSpec) -> ShardMap:
@@ -92,11 +108,18 @@ def _global_map(spec: ModelSpec) -> ShardMap:
     return ShardMap(params=params, shards=with_te.shards + others, padding=with_te.padding)
 
 
-def _with_dtypes(whole: ShardMap, stored: Mapping[str, Stored], dtype: str | None) -> ShardMap:
-    """Returns the map with the dtype of each parameter: ``dtype``, or that of the tensors in it."""
+def _with_dtypes(
+    whole: ShardMap, stored: Mapping[str, Stored], dtype: str | None, fixed: Mapping[str, str]
+) -> ShardMap:
+    """Returns the map with the dtype of each parameter: ``dtype``, or that of the tensors in it.
+
+    Args:
+        fixed: dtypes of tensors that keep theirs.
+    """
     dtypes: dict[str, set[str]] = defaultdict(set)
     for shard in whole.shards:
-        dtypes[shard.param].add(dtype or stored[shard.name].info.dtype)
+        wanted = dtype and fixed.get(shard.name, dtype)
+        dtypes[shard.param].add(wanted or stored[shard.name].info.dtype)
     for key, found in dtypes.items():
         if len(found) > 1:
             mixed = " and ".join(sorted(found))

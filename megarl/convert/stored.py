@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.utils import _create_file_view  # pyright: ign
 
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
+from megarl.weights.export import untrained_source
 from megarl.weights.hf_files import CheckpointError, HFDirectory, read_config
 from megarl.weights.plan import Copy
 from megarl.weights.shard_map import Box, Manifest, Shape, Shard, ShardMap, TensorInfo
@@ -24,16 +25,25 @@ from megarl.weights.shard_map import Box, Manifest, Shape, Shard, ShardMap, Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafeTensor:
-    """A tensor in a safetensors file."""
+    """A tensor in a safetensors file, or rows of one at an index of its first axis.
+
+    Args:
+        index, row: where these are; None: the whole tensor.
+    """
 
     path: Path
     name: str
     info: TensorInfo
+    index: int | None = None
+    row: int = 0
 
     def read_rows(self, first: int, stop: int) -> torch.Tensor:
         """Returns the rows [first, stop) of the first axis; raises CheckpointError where the file cannot be read."""
         with _named_errors(self.path), safe_open(self.path, framework="pt") as reader:
-            return reader.get_slice(self.name)[first:stop]
+            stored = reader.get_slice(self.name)
+            if self.index is None:
+                return stored[first:stop]
+            return stored[self.index, self.row + first : self.row + stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +83,25 @@ def open_hf(directory: Path, manifest: Manifest) -> Mapping[str, Stored]:
     files.check(manifest)
     stored: dict[str, Stored] = {}
     for name, info in files.tensors.items():
-        stored[manifest.canonical(name)] = SafeTensor(path=files.file_of[name], name=name, info=info)
+        path = files.file_of[name]
+        if name not in manifest.stacks:
+            stored[manifest.canonical(name)] = SafeTensor(path=path, name=name, info=info)
+            continue
+        for shard in manifest.shards(name, info):
+            index, row, *_ = shard.box.start
+            member = TensorInfo(shard.region.shape, info.dtype)
+            stored[shard.name] = SafeTensor(path=path, name=name, info=member, index=index, row=row)
     return {name: stored[name] for name in manifest.tensors}
+
+
+def open_untrained(directory: Path | None, spec: ModelSpec) -> Mapping[str, Stored]:
+    """Returns the tensors of a model's directory that pass through untouched."""
+    stored: dict[str, Stored] = {}
+    source = untrained_source(directory, spec.untrained) if directory is not None else None
+    if source is not None:
+        for name, info in source.matching(spec.untrained).items():
+            stored[name] = SafeTensor(path=source.file_of[name], name=name, info=info)
+    return stored
 
 
 def read_spec(directory: Path) -> ModelSpec:
@@ -149,6 +176,14 @@ class Sources:
     @property
     def files(self) -> set[Path]:
         return {tensor.path for tensor in self.stored.values()}
+
+    def with_whole(self, stored: Mapping[str, Stored]) -> Sources:
+        """Returns these and further tensors, which are copied as they are."""
+        copies = dict(self.copies)
+        for name, tensor in stored.items():
+            box = Box.whole(tensor.info.shape)
+            copies[name] = [Copy(name, box, name, box, tensor.info.dtype, False)]
+        return Sources(stored={**self.stored, **stored}, copies=copies)
 
     def assembly(self, tensors: Mapping[str, TensorInfo]) -> Assembly:
         copies: list[Copy] = []

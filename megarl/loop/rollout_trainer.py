@@ -191,11 +191,11 @@ class RolloutTrainer[C: RolloutTrainingConfig]:
         self._phase("export")
         await self.to_training()
         actor = self.roles["actor"]
-        template = self._config.model.tokenizer_directory(self._model_dir)
-        await actor.call(MegatronWorker.export, str(export), template)
+        tokenizer = self._config.model.tokenizer_directory(self._model_dir)
+        await actor.call(MegatronWorker.export, str(export), tokenizer, self._model_dir)
         if self._config.actor.ema is not None:
             await actor.call(MegatronWorker.swap_weights, True)
-            await actor.call(MegatronWorker.export, str(ema_export(export)), template)
+            await actor.call(MegatronWorker.export, str(ema_export(export)), tokenizer, self._model_dir)
             await actor.call(MegatronWorker.swap_weights, False)
         return {}
 

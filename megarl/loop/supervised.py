@@ -130,8 +130,8 @@ class SupervisedTrainer(Trainer):
 
     async def finish(self, export: Path) -> Metrics:
         self._phase("export")
-        template = self._config.model.tokenizer_directory(self._model_dir)
-        await self._role.call(MegatronWorker.export, str(export), template)
+        tokenizer = self._config.model.tokenizer_directory(self._model_dir)
+        await self._role.call(MegatronWorker.export, str(export), tokenizer, self._model_dir)
         return {}
 
     async def close(self) -> None:

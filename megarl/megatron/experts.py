@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -116,3 +118,20 @@ class GroupedExperts(torch.nn.Module):
             activated = self._config.activation_func(gate) * up * weights.unsqueeze(-1)
             activated = activated.to(both.dtype)
         return self.linear_fc2(activated, counts, ends), None
+
+
+class SharedExpert(SharedExpertMLP):
+    """Megatron's expert for all tokens, whose gate is where its matrices are."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        gate: bool,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config, submodules, gate, pg_collection, name)
+        weight: Any = self.gate_weight
+        if weight is not None:
+            weight.data = weight.data.to(torch.cuda.current_device())

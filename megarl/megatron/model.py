@@ -42,7 +42,7 @@ from megarl.config.schema import LayerChoice
 from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
 from megarl.megatron.delta_net import DeltaNet
-from megarl.megatron.experts import GroupedExperts
+from megarl.megatron.experts import GroupedExperts, SharedExpert
 from megarl.megatron.platform.kernels import LayerKind, layer_kind
 from megarl.megatron.rotary import rotations
 from megarl.models import ModelSpec
@@ -103,7 +103,10 @@ def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 
 
 class Router(TopKRouter):
-    """Chooses experts by logits in the hidden states' dtype and their softmax in float32, as Hugging Face.
+    """Chooses experts by their softmax or sigmoid in float32, as Hugging Face.
+
+    Logits are in the hidden states' dtype, or as ``moe_router_dtype`` says. ``expert_bias``, [experts]
+    in float32, has no gradient.
 
     Megatron makes the weight on the CPU and moves it in the first pass
     (moe/router.py, 0.19), which breaks references.
@@ -112,6 +115,11 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(config, **arguments)
         self.to(torch.cuda.current_device())
+        if self.enable_expert_bias:
+            # A parameter goes wherever weights go. Megatron would change it by the experts' loads.
+            bias: Any = self._buffers.pop("expert_bias")
+            self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+            self.frozen_expert_bias = True
 
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
@@ -333,7 +341,8 @@ def build_model(
             vp_stage=chunk if layout.vpp > 1 else None,
             **spec.gpt_arguments(layout.tp, head),
         )
-        model.requires_grad_(trainable)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trainable and not name.endswith(".expert_bias"))
         model.train(trainable)
         chunks.append(model)
     ids = spec.ids_in_use(vocab_size)
@@ -379,6 +388,8 @@ def _local_layer(config: TransformerConfig, kind: LayerSpec, norm: Any) -> Modul
     if kind.is_mixture:
         experts: Any = GroupedExperts  # it lacks the delayed weight gradients of Megatron's interface
         modules = MoESubmodules(experts=experts, router=Router)
+        if config.moe_shared_expert_intermediate_size is not None:
+            modules.shared_experts = partial(SharedExpert, submodules=layer.submodules.mlp.keywords["submodules"])
         layer.submodules.mlp = partial(MoELayer, submodules=modules)
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm

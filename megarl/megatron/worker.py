@@ -307,10 +307,12 @@ class MegatronWorker:
         restore_role(self._offloader.onload(role), Path(directory))
 
     @remote(phase="checkpoint")
-    def export(self, role: RoleName, directory: str, model_dir: str) -> None:
+    def export(self, role: RoleName, directory: str, tokenizer: str, model_dir: str) -> None:
         """Writes a role as an HF directory, which must not exist; every rank writes a part.
 
-        The tokenizer and generation settings of ``model_dir`` are copied.
+        Args:
+            tokenizer: directory whose tokenizer and generation settings are copied.
+            model_dir: directory of the model that the role started from, whose other tensors are copied.
         """
         from megarl.megatron.parallel import barrier
 
@@ -326,7 +328,8 @@ class MegatronWorker:
             export_plan(maps, tensors).senders.get(self._rank),
             parameters,
             config=spec.hf_config(engine.head),
-            template=model_dir,
+            template=tokenizer,
+            untrained=(model_dir, spec.untrained),
             lead=self._rank == 0,
             barrier=barrier,
         )

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.decoder_fields import TEXT_CONFIG, decoder_fields
+from megarl.models.checkpoint_keys import in_checkpoint, parts_in_checkpoint
 from megarl.models.dims import Dims, Engine
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import (
@@ -19,21 +21,21 @@ from megarl.models.hf_config import (
     ParamTable,
     shown,
 )
-from megarl.models.param_types import MEGATRON_EXPERTS, ParamType, ShardCoords, Stack, VocabRows, canonical_shapes
+from megarl.models.param_stacks import ShardCoords, Stack
+from megarl.models.param_types import (
+    Experts,
+    ParamType,
+    VocabRows,
+    canonical_dtypes,
+    canonical_shapes,
+)
 from megarl.models.rope import Rope, read_rope
-from megarl.models.transformer_engine import DELTA_NET_NORM, INPUT_NORM, MLP_NORM, NormNames
+from megarl.models.transformer_engine import DELTA_NET_NORM, INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Box, Manifest, Shape, Shard, ShardMap, TensorInfo
 
 _PrefixedStacks = tuple[str, str, Sequence[Stack]]
 """Stacks, which layers share, after the prefixes of their local and canonical names."""
-
-
-_SEPARATE: Mapping[str, tuple[str, ...]] = {
-    "self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
-    "self_attention.conv1d.weight": ("query", "key", "value"),
-}
-"""Parameters whose parts are stored one by one, and the names of these."""
 
 
 def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
@@ -132,7 +134,15 @@ class ModelSpec:
     @property
     def widest_mlp(self) -> int:
         """Channels of the widest MLP or expert."""
-        return max(self.dims.expert_ffn if kind.is_mixture else self.dims.ffn for kind in self.table.kinds)
+        widths = [self.dims.shared_ffn]
+        for kind in self.table.kinds:
+            widths.append(self.dims.expert_ffn if kind.is_mixture else self.dims.ffn)
+        return max(widths)
+
+    @property
+    def untrained(self) -> tuple[str, ...]:
+        """Patterns of tensors that pass from a checkpoint into its exports."""
+        return (*self.family.untrained, *self.table.untrained)
 
     def ids_in_use(self, configured: int | None) -> int:
         """Returns the number of token ids that may be sampled: ``model.vocab_size``, if it is set, or all."""
@@ -140,13 +150,29 @@ class ModelSpec:
 
     def canonical(self, head: HeadName = "lm") -> dict[str, TensorInfo]:
         """Returns the HF tensors of the model with a head; a tied output layer is not among them."""
-        shapes = canonical_shapes(self._first(), self.dims)
-        of_kind = {kind: canonical_shapes(kind.params, self.dims) for kind in self.table.kinds}
+        tensors = self._canonical(self._first())
+        of_kind = {kind: self._canonical(kind.params) for kind in self.table.kinds}
         for i, kind in enumerate(self.table.layers):
             prefix = self.table.layer_prefix.hf.format(i)
-            shapes |= {prefix + name: shape for name, shape in of_kind[kind].items()}
-        shapes |= canonical_shapes((*self.table.final, *self._output(head)), self.dims)
-        return {name: TensorInfo(shape, self.dtype) for name, shape in shapes.items()}
+            tensors |= {prefix + name: info for name, info in of_kind[kind].items()}
+        return tensors | self._canonical((*self.table.final, *self._output(head)))
+
+    def fixed_dtypes(self) -> dict[str, str]:
+        """Returns the dtypes of canonical tensors that keep them whatever the model's is."""
+        found: dict[str, str] = {}
+        of_kind = {kind: canonical_dtypes(kind.params, self.dims) for kind in self.table.kinds}
+        for i, kind in enumerate(self.table.layers):
+            prefix = self.table.layer_prefix.hf.format(i)
+            for name, dtype in of_kind[kind].items():
+                found[prefix + name] = dtype
+        return found
+
+    def _canonical(self, params: Sequence[ParamType]) -> dict[str, TensorInfo]:
+        dtypes = canonical_dtypes(params, self.dims)
+        tensors: dict[str, TensorInfo] = {}
+        for name, shape in canonical_shapes(params, self.dims).items():
+            tensors[name] = TensorInfo(shape, dtypes.get(name, self.dtype))
+        return tensors
 
     def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
         """Returns what a checkpoint must contain; with ``new_head`` no value or score head is read."""
@@ -162,17 +188,27 @@ class ModelSpec:
         tied: dict[str, str] = {}
         if self.tied and head == "lm":
             tied[output] = f"{self.table.embedding.names.hf}.weight"
+        stacks: dict[str, list[list[str]]] = {}
+        for layer, kind in enumerate(self.table.layers):
+            prefix = self.table.layer_prefix.hf.format(layer)
+            for param in kind.params:
+                if isinstance(param, Experts):
+                    for name, rows in param.stacked(self.dims).items():
+                        stacks[prefix + name] = [[prefix + each for each in of_expert] for of_expert in rows]
         return Manifest(
             tensors=tensors,
+            stacks=stacks,
             ignored=tuple(ignored),
+            untrained=self.untrained,
             bare_prefix=self.family.bare_prefix,
             tied=tied,
         )
 
     def hf_config(self, head: HeadName = "lm") -> dict[str, Any]:
         """Returns the ``config.json`` of a checkpoint of the model with this head."""
-        config = {name: value for name, value in self.config.items() if name != "torch_dtype"}
-        config["dtype"] = self.dtype
+        config = _with_dtype(self.config, self.dtype)
+        if self.family.has_text_config:
+            config[TEXT_CONFIG] = _with_dtype(config[TEXT_CONFIG], self.dtype)
         if head == "lm":
             config["architectures"] = [self.family.lm_class]
         else:
@@ -234,8 +270,8 @@ class ModelSpec:
                 norms.append(MLP_NORM)
             stored: list[Stack] = []
             for stack in stacks[kind]:
-                for part in _parts_in_checkpoint(stack):
-                    stored.append(_in_checkpoint(part, leading, norms))
+                for part in parts_in_checkpoint(stack):
+                    stored.append(in_checkpoint(part, leading, norms))
             groups.append((local, self.table.layer_prefix.hf.format(i), stored))
         return self._shard_map(groups)
 
@@ -324,6 +360,7 @@ class ModelSpec:
         for kind in self.table.kinds:
             if kind.is_mixture:
                 split["channels of an expert"] = dims.expert_ffn
+                split["channels of the shared expert"] = dims.shared_ffn
             else:
                 split["MLP channels"] = dims.ffn
         if dims.delta is not None:
@@ -382,6 +419,10 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     """
     family, head = _family_of(config)
     stated = dict(config)
+    if family.has_text_config:
+        if not isinstance(config.get(TEXT_CONFIG), Mapping):
+            raise ValueError(f"the {family.model_type} model is not supported: its config has no {TEXT_CONFIG}")
+        stated = dict(decoder_fields(config))
     if dtype is not None:
         stated["dtype"] = dtype
     reader = HFConfigReader(stated, family)
@@ -395,6 +436,10 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     reader.refuse_uncommon()
     table = family.describe(reader)
     tied = reader.flag("tie_word_embeddings")
+    if family.has_text_config and bool(config[TEXT_CONFIG].get("tie_word_embeddings")) != tied:
+        # transformers reads the first, vLLM the second.
+        rule = f"is not {tied}, as in the config of the whole model"
+        reader.problem(f"{TEXT_CONFIG}.tie_word_embeddings", not tied, rule)
     if reader.problems:
         problems = "\n  ".join(dict.fromkeys(reader.problems))  # some fields are read more than once
         raise ValueError(f"the {family.model_type} model is not supported:\n  {problems}")
@@ -410,38 +455,10 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     )
 
 
-def _parts_in_checkpoint(stack: Stack) -> list[Stack]:
-    """Returns what distributed checkpoints store of a stack one by one (GatedDeltaNet, megatron-core 0.19.2)."""
-    names = _SEPARATE.get(stack.param)
-    if names is None:
-        return [stack]
-    parts: list[Stack] = []
-    for name, part in zip(names, stack.parts, strict=True):
-        shape = (part.size, *stack.shape[1:])
-        parts.append(replace(stack, param=f"{stack.param}.{name}", shape=shape, parts=(part,)))
-    return parts
-
-
-def _in_checkpoint(stack: Stack, leading: tuple[Shape, Shape], norms: Sequence[NormNames]) -> Stack:
-    """Returns a layer's stack, whole, as Megatron's distributed checkpoints store it (megatron-core 0.19.2).
-
-    Layers that are all alike are a leading axis (TransformerBlock.sharded_state_dict), and below it
-    experts (SequentialMLP's).
-
-    Args:
-        leading: index and extent of the axis of layers; both are empty without one.
-        norms: those with the names that they have where Transformer Engine fuses them into the linear layer that
-            follows (``sharded_state_dict_keys_map`` of models/gpt/gpt_layer_specs.py).
-    """
-    param = stack.param
-    at = (*leading[0], *stack.at)
-    of = (*leading[1], *stack.of)
-    for module, fused in norms:
-        if param.startswith(module):
-            param = fused + param.removeprefix(module)
-    if param.startswith(MEGATRON_EXPERTS):
-        param = f"mlp.experts.experts.{param.removeprefix(MEGATRON_EXPERTS)}"
-    return replace(stack, param=param, at=at, of=of)
+def _with_dtype(config: HFConfig, dtype: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {name: value for name, value in config.items() if name != "torch_dtype"}
+    fields["dtype"] = dtype
+    return fields
 
 
 def _refuse(what: str, problems: list[str]) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megarl.models.hf_config import HFConfigReader, LayerSpec, ParamTable
+from megarl.models.param_stacks import Names
 from megarl.models.param_types import (
     ColumnParallel,
     DeltaNetParams,
     Experts,
     FusedQKV,
-    Names,
     ParamType,
     Replicated,
     RowParallel,
@@ -37,8 +37,11 @@ def llama_table(
     mlp: tuple[ParamType, ...] = (GATE_UP, DOWN),
     experts: Mapping[int, tuple[ParamType, ...]] | None = None,
     delta_nets: Collection[int] = (),
+    delta_net: DeltaNetParams = DeltaNetParams(),  # noqa: B008 (frozen)
     output_bias: bool = False,
     window: int | None = None,
+    prefix: str = "model.",
+    untrained: tuple[str, ...] = (),
     megatron: Mapping[str, Any] | None = None,
 ) -> ParamTable:
     """Returns Llama's parameters, with what differs in other families.
@@ -48,8 +51,11 @@ def llama_table(
         mlp: the MLP.
         experts: router and experts of the layers that have them in place of the MLP.
         delta_nets: layers with a gated delta net in place of attention.
+        delta_net: its parameters.
         output_bias: whether the attention's output projection has a bias.
         window: last positions, its own included, that each one sees; None: all.
+        prefix: prefix of HF's names; that of vLLM's is "model.".
+        untrained: see ``ParamTable``.
         megatron: additional fields of ``TransformerConfig``.
     """
     attention_output = Names("self_attn.o_proj", "self_attention.linear_proj")
@@ -63,14 +69,17 @@ def llama_table(
     for layer in range(read.positive("num_hidden_layers")):
         mixer: tuple[ParamType, ...] = attention
         if layer in delta_nets:
-            mixer = (DeltaNetParams(),)
+            mixer = (delta_net,)
         params = (INPUT_NORM, *mixer, MLP_NORM, *mixtures.get(layer, mlp))
         layers.append(LayerSpec(params))
     return ParamTable(
-        embedding=VocabRows(names=Names("model.embed_tokens", "embedding.word_embeddings")),
-        layer_prefix=Names("model.layers.{}.", "decoder.layers.{}."),
+        embedding=VocabRows(
+            names=Names(f"{prefix}embed_tokens", "embedding.word_embeddings", "model.embed_tokens"),
+        ),
+        layer_prefix=Names(f"{prefix}layers.{{}}.", "decoder.layers.{}.", "model.layers.{}."),
         layers=tuple(layers),
-        final=(Replicated(names=Names("model.norm", "decoder.final_layernorm")),),
+        final=(Replicated(names=Names(f"{prefix}norm", "decoder.final_layernorm", "model.norm")),),
+        untrained=untrained,
         megatron={
             "normalization": "RMSNorm",
             "layernorm_epsilon": read.number("rms_norm_eps"),
@@ -113,6 +122,99 @@ def routing(read: HFConfigReader, mixtures: Collection[int], *, renormalised: bo
         "moe_router_topk": chosen,
         "moe_router_pre_softmax": not renormalised,
     }
+
+
+_GATED_SHARED_EXPERT: tuple[ParamType, ...] = (
+    ColumnParallel(
+        hf=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        megatron="mlp.shared_experts.linear_fc1",
+        vllm="mlp.shared_expert.gate_up_proj",
+        outputs="shared_ffn",
+    ),
+    RowParallel(
+        names=Names("mlp.shared_expert.down_proj", "mlp.shared_experts.linear_fc2"),
+        inputs="shared_ffn",
+    ),
+    Replicated(
+        names=Names("mlp.shared_expert_gate.weight", "mlp.shared_experts.gate_weight"),
+        shape=("one", "hidden"),
+        bare=True,
+    ),
+)
+SHARED_EXPERTS: tuple[ParamType, ...] = (
+    ColumnParallel(
+        hf=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        megatron="mlp.shared_experts.linear_fc1",
+        vllm="mlp.shared_experts.gate_up_proj",
+        outputs="shared_ffn",
+    ),
+    RowParallel(
+        names=Names("mlp.shared_experts.down_proj", "mlp.shared_experts.linear_fc2"),
+        inputs="shared_ffn",
+    ),
+)
+"""Those of DeepSeek and GLM, without a gate: one MLP for all of them."""
+SIGMOID_ROUTER: tuple[ParamType, ...] = (
+    Replicated(
+        names=Names("mlp.gate", "mlp.router"),
+        shape=("experts", "hidden"),
+        vllm_dtype="float32",
+    ),
+    Replicated(
+        names=Names("mlp.gate.e_score_correction_bias", "mlp.router.expert_bias"),
+        shape=("experts",),
+        bare=True,
+        dtype="float32",
+        vllm_dtype="float32",
+    ),
+)
+"""A router that adds a bias, which is not trained, to the scores by which it chooses."""
+
+
+def sigmoid_routing(read: HFConfigReader, mixtures: Collection[int]) -> dict[str, Any]:
+    """Returns the fields of ``TransformerConfig`` of a router with ``SIGMOID_ROUTER``."""
+    if not read.flag("norm_topk_prob"):
+        read.problem("norm_topk_prob", read.get("norm_topk_prob"), "is not true, which alone is supported")
+    for name in ("n_group", "topk_group"):
+        read.require(name, 1, only="1: experts without groups")
+    fields = routing(read, mixtures, renormalised=True)
+    fields["moe_router_score_function"] = "sigmoid"
+    fields["moe_router_enable_expert_bias"] = True
+    fields["moe_router_topk_scaling_factor"] = read.number("routed_scaling_factor")
+    fields["moe_router_dtype"] = "fp32"
+    fields["moe_shared_expert_intermediate_size"] = read.positive("n_shared_experts") * read.positive(
+        "moe_intermediate_size"
+    )
+    return fields
+
+
+def qwen_mixture(
+    read: HFConfigReader,
+    layers: Collection[int],
+    *,
+    renormalised: bool,
+) -> tuple[dict[int, tuple[ParamType, ...]], dict[str, Any]]:
+    """Returns the experts of Qwen's layers that have some, and their fields of ``TransformerConfig``.
+
+    A family with a default of ``shared_expert_intermediate_size`` has, beside them, an expert for all
+    tokens, with a gate.
+
+    Args:
+        renormalised: see ``routing``.
+    """
+    experts = Experts(
+        module="mlp.experts",
+        gate="gate_proj",
+        up="up_proj",
+        down="down_proj",
+    )
+    params = mixture("mlp.gate", experts)
+    fields = routing(read, layers, renormalised=renormalised)
+    if "shared_expert_intermediate_size" in read.family.defaults:
+        params = (*params, *_GATED_SHARED_EXPERT)
+        fields["moe_shared_expert_intermediate_size"] = read.positive("shared_expert_intermediate_size")
+        fields["moe_shared_expert_gate"] = True
+    return dict.fromkeys(layers, params), fields
 
 
 def mixture(router: str, experts: Experts) -> tuple[ParamType, ...]:

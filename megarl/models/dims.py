@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Engine = Literal["megatron", "vllm"]
-Size = Literal["one", "hidden", "attention", "ffn", "head", "positions", "experts"]
+Size = Literal["one", "hidden", "attention", "ffn", "shared_ffn", "head", "positions", "experts"]
 
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this, Megatron to a multiple of this times TP."""
@@ -48,6 +48,7 @@ class Dims:
         positions: maximum sequence length.
         experts: number in a layer that has some; 0 in a dense model.
         expert_ffn: channels of an expert.
+        shared_ffn: channels of the expert that has all tokens; 0 without one.
         rows: ids for which Megatron's embedding has rows; None: all of the vocabulary.
     """
 
@@ -61,6 +62,7 @@ class Dims:
     positions: int
     experts: int = 0
     expert_ffn: int = 0
+    shared_ffn: int = 0
     delta: DeltaDims | None = None
     rows: int | None = None
 
@@ -71,6 +73,7 @@ class Dims:
             "hidden": self.hidden,
             "attention": self.heads * self.head_dim,
             "ffn": self.ffn,
+            "shared_ffn": self.shared_ffn,
             "head": self.head_dim,
             "positions": self.positions,
             "experts": self.experts,

@@ -8,11 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
 
-from megarl.models.decoder_tables import DOWN, GATE_UP, HEAD_NORMS, QKV, llama_table, mixture, routing
+from megarl.models.decoder_tables import (
+    DOWN,
+    GATE_UP,
+    HEAD_NORMS,
+    QKV,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTER,
+    llama_table,
+    mixture,
+    routing,
+    sigmoid_routing,
+)
 from megarl.models.hf_config import Family, HFConfigReader, LayerSpec, ParamTable
-from megarl.models.param_types import ColumnParallel, Experts, FusedQKV, Names, Replicated, RowParallel, VocabRows
+from megarl.models.param_stacks import Names
+from megarl.models.param_types import (
+    ColumnParallel,
+    Experts,
+    FusedQKV,
+    Replicated,
+    RowParallel,
+    VocabRows,
+)
+from megarl.models.qwen import (
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_WHOLE,
+    QWEN3_5_WHOLE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 
 
 def _llama(read: HFConfigReader) -> ParamTable:
@@ -81,50 +110,6 @@ PHI3 = Family(
 )
 
 
-def _qwen2(read: HFConfigReader) -> ParamTable:
-    read.require("use_sliding_window", False, only="full attention")
-    read.require("qk_norm", False, only="queries and keys without norms")
-    read.require("dual_chunk_attention_config", only="attention over the whole sequence")
-    hidden = read.positive("hidden_size")
-    heads = read.positive("num_attention_heads")
-    head_dim = read.positive("head_dim", hidden // heads)
-    if read.get("head_dim") is not None and head_dim * heads != hidden:
-        read.problems.append(
-            f"head_dim: {head_dim} is not hidden_size / num_attention_heads, which vLLM's Qwen2 assumes"
-        )
-    return llama_table(read, qkv=replace(QKV, bias=True))
-
-
-QWEN2 = Family(
-    model_type="qwen2",
-    lm_class="Qwen2ForCausalLM",
-    score_class="Qwen2ForSequenceClassification",
-    describe=_qwen2,
-    defaults={"rms_norm_eps": 1e-6},
-)
-
-
-def refuse_uncommon_attention(read: HFConfigReader) -> None:
-    """Adds problems for what neither Qwen3 nor Qwen3-MoE supports."""
-    read.require("attention_bias", False, only="False: vLLM's Qwen3 has no bias on o_proj")
-    read.require("use_sliding_window", False, only="full attention")
-    read.require("dual_chunk_attention_config", only="attention over the whole sequence")
-
-
-def _qwen3(read: HFConfigReader) -> ParamTable:
-    refuse_uncommon_attention(read)
-    return llama_table(read, head_norms=HEAD_NORMS, megatron={"qk_layernorm": True})
-
-
-QWEN3 = Family(
-    model_type="qwen3",
-    lm_class="Qwen3ForCausalLM",
-    score_class="Qwen3ForSequenceClassification",
-    describe=_qwen3,
-    defaults={"head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6},
-)
-
-
 def _mixtral(read: HFConfigReader) -> ParamTable:
     read.require("router_jitter_noise", 0, only="0: routing without noise")
     mlp = mixture("block_sparse_moe.gate", Experts(module="block_sparse_moe.experts", gate="w1", up="w3", down="w2"))
@@ -149,56 +134,12 @@ MIXTRAL = Family(
 )
 
 
-def sparse_layers(read: HFConfigReader) -> list[int]:
-    """Returns the layers with experts, of Qwen's mixtures: every ``decoder_sparse_step``-th, but for exceptions."""
-    layers = read.positive("num_hidden_layers")
-    step = read.positive("decoder_sparse_step", 1)
-    stated: Any = read.get("mlp_only_layers") or []
-    exceptions: list[Any] = []
-    if isinstance(stated, list):
-        exceptions = cast(list[Any], stated)
-    if not isinstance(stated, list) or any(type(layer) is not int for layer in exceptions):
-        read.problem("mlp_only_layers", cast(object, stated), "is not a list of layers")
-    found: list[int] = []
-    for layer in range(layers):
-        if (layer + 1) % step == 0 and layer not in exceptions:
-            found.append(layer)
-    if not found:
-        read.problem("mlp_only_layers, decoder_sparse_step", (exceptions, step), "leave no layer with experts")
-    return found
-
-
-def _qwen3_moe(read: HFConfigReader) -> ParamTable:
-    refuse_uncommon_attention(read)
-    read.require("shared_expert_intermediate_size", 0, only="routed experts")
-    mlp = mixture("mlp.gate", Experts(module="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"))
-    mixtures = dict.fromkeys(sparse_layers(read), mlp)
-    megatron = {"qk_layernorm": True, **routing(read, mixtures, renormalised=read.flag("norm_topk_prob"))}
-    return llama_table(read, head_norms=HEAD_NORMS, experts=mixtures, megatron=megatron)
-
-
-QWEN3_MOE = Family(
-    model_type="qwen3_moe",
-    lm_class="Qwen3MoeForCausalLM",
-    score_class="Qwen3MoeForSequenceClassification",
-    describe=_qwen3_moe,
-    fields={"num_experts": ("num_experts", "num_local_experts")},
-    defaults={
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-    },
-)
-
-
 def _gpt2(read: HFConfigReader) -> ParamTable:
     read.require("scale_attn_weights", True, only="attention scaled by the root of the head's width")
     read.require("scale_attn_by_inverse_layer_idx", False, only="attention scaled alike in all layers")
     read.require("reorder_and_upcast_attn", False, only="False")
     read.require("add_cross_attention", False, only="decoders without encoders")
+    read.require("sliding_window", only="full attention, which transformers assumes")
     attention_output = Names("attn.c_proj", "self_attention.linear_proj")
     layer = LayerSpec(
         (
@@ -256,81 +197,82 @@ GPT2 = Family(
 )
 
 
-def _delta_nets(read: HFConfigReader) -> list[bool]:
-    """Reads which layers are gated delta nets.
+_MAX_PREDICTING = 64
 
-    ``layer_types`` says so, or else ``full_attention_interval``: by default, all but each fourth are.
-    """
+
+def _glm4_moe(read: HFConfigReader) -> ParamTable:
     layers = read.positive("num_hidden_layers")
-    interval = read.positive("full_attention_interval", 4)
-    stated: Any = read.get("layer_types")
-    found: list[bool] = []
-    if stated is None:
-        for layer in range(layers):
-            found.append((layer + 1) % interval != 0)
-        return found
-    if not isinstance(stated, list):
-        read.problem("layer_types", stated, "is not a list")
-        return found
-    for kind in cast(list[Any], stated):
-        found.append(kind == "linear_attention")
-    if len(found) != layers:
-        read.problem("layer_types", len(found), f"types are not those of {layers} layers")
-    return found
-
-
-def _qwen3_5(read: HFConfigReader) -> ParamTable:
-    """Returns the parameters of Qwen3.5's language model.
-
-    Layers are gated delta nets or gated attention: queries have gates beside them, which multiply the
-    attention's output. Norms multiply by 1 + weight, but for those of delta nets' outputs. Files of the
-    whole model (``Qwen3_5ForConditionalGeneration``) are not supported.
-    """
-    read.require("attention_bias", False, only="False: vLLM's Qwen3.5 has no bias on o_proj")
-    read.require("attn_output_gate", True, only="gated attention")
-    read.require("output_gate_type", "silu", "swish", only="silu, which transformers assumes")
-    read.require("layer_scale", False, only="layers without scales")
-    delta_nets = _delta_nets(read)
-    frequency: list[int] | int = 1  # layers that are all alike are one tensor in checkpoints
-    if 0 < sum(delta_nets) < len(delta_nets):
-        frequency = [int(is_delta_net) for is_delta_net in delta_nets]
+    dense = read.get("first_k_dense_replace")
+    if type(dense) is not int or not 0 <= dense < layers:
+        read.problem("first_k_dense_replace", dense, f"is not a number of the {layers} layers, fewer than all")
+        dense = 0
+    experts = Experts(module="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
+    params = (*SIGMOID_ROUTER, experts, *SHARED_EXPERTS)
+    mixtures = dict.fromkeys(range(dense, layers), params)
+    read.require("tie_word_embeddings", False, only="False: vLLM's GLM-4.5 has an output layer")
+    read.require("sliding_window", only="full attention, which transformers assumes")
+    if read.get("head_dim") is None:
+        read.problem("head_dim", None, "is not a width, which vLLM's GLM-4.5 asks for")
+    if read.dtype() == "float16" and read.number("routed_scaling_factor") != 1:
+        # It divides the shared expert's output by the factor, and nothing multiplies it again (0.32).
+        read.problem("routed_scaling_factor", read.get("routed_scaling_factor"), "is wrong in vLLM in float16")
+    normed = read.flag("use_qk_norm")
+    predicting = read.get("num_nextn_predict_layers") or 0
+    if type(predicting) is not int or not 0 <= predicting <= _MAX_PREDICTING:
+        read.problem("num_nextn_predict_layers", predicting, f"is not a number from 0 to {_MAX_PREDICTING}")
+        predicting = 0
     return llama_table(
         read,
-        qkv=replace(QKV, gated=True),
-        head_norms=HEAD_NORMS,
-        delta_nets=[layer for layer, is_delta_net in enumerate(delta_nets) if is_delta_net],
-        megatron={
-            "qk_layernorm": True,
-            "attention_output_gate": True,
-            "layernorm_zero_centered_gamma": True,
-            "experimental_attention_variant": "gated_delta_net",
-            "linear_attention_freq": frequency,
-        },
+        qkv=replace(QKV, bias=read.flag("attention_bias")),
+        head_norms=HEAD_NORMS if normed else (),
+        experts=mixtures,
+        untrained=tuple(f"model.layers.{layers + further}.*" for further in range(predicting)),
+        megatron={"qk_layernorm": normed, **sigmoid_routing(read, mixtures)},
     )
 
 
-QWEN3_5 = Family(
-    model_type="qwen3_5_text",
-    lm_class="Qwen3_5ForCausalLM",
-    score_class="Qwen3_5TextForSequenceClassification",
-    describe=_qwen3_5,
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    lm_class="Glm4MoeForCausalLM",
+    score_class="Glm4MoeForSequenceClassification",  # which transformers 5.19 lacks
+    describe=_glm4_moe,
+    fields={
+        "num_experts": ("n_routed_experts", "num_local_experts"),
+        "num_nextn_predict_layers": ("num_nextn_predict_layers", "num_mtp_layers"),
+    },
     defaults={
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "partial_rotary_factor": 0.25,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
     },
     partial_rotary=True,
-    unused_rope=("mrope_section", "mrope_interleaved"),
-    layer_types=("full_attention", "linear_attention"),
 )
 
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, MIXTRAL, QWEN3_MOE, QWEN3_5)
+_ALL = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    PHI3,
+    GPT2,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_WHOLE,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_WHOLE,
+    GLM4_MOE,
+)
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """Families by HF's ``model_type``."""

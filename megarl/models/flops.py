@@ -57,6 +57,8 @@ def token_flops(spec: ModelSpec) -> int:
             layers += attention
         if kind.is_mixture:
             layers += dims.hidden * (matrices * dims.expert_ffn * megatron["moe_router_topk"] + dims.experts)
+            if dims.shared_ffn:
+                layers += dims.hidden * matrices * dims.shared_ffn
         else:
             layers += matrices * dims.hidden * dims.ffn
     return 2 * layers

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from megarl.models.dims import DeltaDims, Dims
-from megarl.models.param_types import DeltaNetParams, Experts, Names, ParamType, Replicated, VocabRows
+from megarl.models.param_stacks import Names
+from megarl.models.param_types import DeltaNetParams, Experts, ParamType, Replicated, VocabRows
 from megarl.weights.shard_map import ITEM_BYTES
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -50,6 +51,7 @@ class ParamTable:
             Megatron, in a chunk).
         layers: the kind of each layer.
         final: parameters after the last layer.
+        untrained: patterns of tensors as of the family's, that depend on the config.
         megatron: fields of ``TransformerConfig`` that differ by family: norms, biases, the MLP.
     """
 
@@ -58,6 +60,7 @@ class ParamTable:
     layer_prefix: Names
     layers: tuple[LayerSpec, ...]
     final: tuple[ParamType, ...]
+    untrained: tuple[str, ...] = ()
     megatron: Mapping[str, Any]
 
     @cached_property
@@ -91,6 +94,10 @@ class Family:
         mlp_ratio: default ratio of the MLP's channels to the hidden ones.
         bare_prefix: prefix of names, which checkpoints of the model without a head may omit.
         ignored: patterns (as of fnmatch) of tensors that checkpoints may contain as well.
+        untrained: patterns of tensors of other parts of the model, such as a vision tower: these
+            pass from a checkpoint into its exports.
+        has_text_config: whether the decoder's fields are in the config's ``text_config``.
+        engine_class: class of the decoder alone, which engines have; None: ``lm_class``.
     """
 
     model_type: str
@@ -108,6 +115,9 @@ class Family:
     mlp_ratio: int | None = None
     bare_prefix: str = ""
     ignored: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
+    has_text_config: bool = False
+    engine_class: str | None = None
 
 
 HFConfig = Mapping[str, Any]
@@ -208,6 +218,11 @@ class HFConfigReader:
         if "num_experts" in self.family.fields:
             experts = self.positive("num_experts")
             expert_ffn = self.positive("moe_intermediate_size")
+        shared_ffn = 0
+        if "shared_expert_intermediate_size" in self.family.defaults:
+            shared_ffn = self.positive("shared_expert_intermediate_size")
+        elif "n_shared_experts" in self.family.defaults:
+            shared_ffn = self.positive("n_shared_experts") * expert_ffn
         dims = Dims(
             vocab=self.positive("vocab_size"),
             hidden=hidden,
@@ -219,6 +234,7 @@ class HFConfigReader:
             positions=self.positive("max_position_embeddings"),
             experts=experts,
             expert_ffn=expert_ffn,
+            shared_ffn=shared_ffn,
             delta=delta,
         )
         if dims.heads % dims.kv_heads:

@@ -10,126 +10,42 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
 
 from megarl.models.dims import DeltaDims, Dims, Engine, Size
-from megarl.weights.shard_map import Box, Shape
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardCoords:
-    """The part of a layer that a rank holds: a TP shard of matrices, of an EP shard of the experts.
-
-    Args:
-        vocab_rows: rows of embedding and output layer, with padding; None for the engine's.
-        tp_rank, tp: the rank among those that split each matrix, and their number.
-        ep_rank, ep: the rank among those that have different experts, and their number.
-    """
-
-    vocab_rows: int | None = None
-    tp_rank: int = 0
-    tp: int = 1
-    ep_rank: int = 0
-    ep: int = 1
-
-    def tp_range(self, total: int) -> tuple[int, int]:
-        """Returns the TP rank's range of ``total`` items, which ``tp`` divides."""
-        part, rest = divmod(total, self.tp)
-        assert rest == 0, (total, self.tp)
-        return self.tp_rank * part, (self.tp_rank + 1) * part
-
-    def experts(self, total: int) -> range:
-        """Returns the EP rank's experts of ``total``, which ``ep`` divides."""
-        local = total // self.ep
-        return range(self.ep_rank * local, (self.ep_rank + 1) * local)
-
-
-class TensorRange(NamedTuple):
-    """Indices [start, stop) of a canonical tensor along the stacked axis; padding where ``tensor`` is None."""
-
-    tensor: str | None
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def within(self, start: int, stop: int) -> TensorRange:
-        """Returns indices [start, stop) of this range."""
-        assert 0 <= start <= stop <= self.size
-        return TensorRange(self.tensor, self.start + start, self.start + stop)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stack:
-    """A local parameter, or one of the matrices or vectors that it has along leading axes.
-
-    Args:
-        shape: shape of the matrix or vector.
-        parts: ranges that are concatenated along ``axis``.
-        transposed: whether the canonical tensors have rows and columns exchanged.
-        at, of: indices of the matrix along the parameter's leading axes, and the extents of those.
-        dtype: dtype of the parameter, if it is not the model's.
-    """
-
-    param: str
-    shape: Shape
-    parts: tuple[TensorRange, ...]
-    axis: int = 0
-    transposed: bool = False
-    at: Shape = ()
-    of: Shape = ()
-    dtype: str | None = None
-
-    @cached_property
-    def boxes(self) -> list[tuple[Box, str | None, Box]]:
-        """By part, the box in the parameter, the canonical tensor (None: padding), and the box in that."""
-        found: list[tuple[Box, str | None, Box]] = []
-        offset = 0
-        above = tuple(i + 1 for i in self.at)
-        for part in self.parts:
-            inner = self._along_axis(offset, offset + part.size)
-            region = self._along_axis(part.start, part.stop)
-            if self.transposed:
-                region = Box(region.start[::-1], region.stop[::-1])
-            found.append((Box(self.at + inner.start, above + inner.stop), part.tensor, region))
-            offset += part.size
-        return found
-
-    def _along_axis(self, start: int, stop: int) -> Box:
-        low = [0] * len(self.shape)
-        high = list(self.shape)
-        low[self.axis] = start
-        high[self.axis] = stop
-        return Box(tuple(low), tuple(high))
-
-
-@dataclass(frozen=True)
-class Names:
-    """Names of one thing in HF, those of canonical tensors and of vLLM, and in Megatron."""
-
-    hf: str
-    megatron: str
-
-    def of(self, engine: Engine) -> str:
-        return self.megatron if engine == "megatron" else self.hf
+from megarl.models.param_stacks import Names, ShardCoords, Stack, TensorRange
+from megarl.weights.shard_map import Shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replicated:
-    """A weight, and maybe a bias of its shape, whole on every TP rank, such as a norm or a router."""
+    """A weight, and maybe a bias of its shape, whole on every TP rank, such as a norm or a router.
+
+    Args:
+        bare: whether names are those of the parameter, not of its module.
+        dtype: dtype in files and in Megatron, if it is not the model's.
+        vllm_dtype: dtype in vLLM, likewise.
+    """
 
     names: Names
     shape: tuple[Size, ...] = ("hidden",)
     bias: bool = False
+    bare: bool = False
+    dtype: str | None = None
+    vllm_dtype: str | None = None
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         shape = tuple(map(dims.size, self.shape))
-        for kind in _kinds(self.bias):
-            part = TensorRange(f"{self.names.hf}.{kind}", 0, shape[0])
-            yield Stack(param=f"{self.names.of(engine)}.{kind}", shape=shape, parts=(part,))
+        dtype = self.dtype if engine == "megatron" else self.vllm_dtype
+        suffixes = [f".{kind}" for kind in _kinds(self.bias)]
+        if self.bare:
+            suffixes = [""]
+        for suffix in suffixes:
+            yield Stack(
+                param=self.names.of(engine) + suffix,
+                shape=shape,
+                parts=(TensorRange(self.names.hf + suffix, 0, shape[0]),),
+                dtype=dtype,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +68,12 @@ class VocabRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnParallel:
-    """[channels of the MLP, hidden] matrices, and maybe biases, whose outputs TP splits, stacked.
+    """[channels, hidden] matrices, and maybe biases, whose outputs TP splits, stacked.
 
     Args:
         hf: name of each matrix; those of one name are concatenated in one tensor.
         transposed: whether HF stores [hidden, rows].
+        outputs: number of channels.
     """
 
     hf: tuple[str, ...]
@@ -164,6 +81,7 @@ class ColumnParallel:
     vllm: str
     bias: bool = False
     transposed: bool = False
+    outputs: Size = "ffn"
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         name = self.megatron if engine == "megatron" else self.vllm
@@ -177,8 +95,9 @@ class ColumnParallel:
 
     def _parts(self, _engine: Engine, dims: Dims, coords: ShardCoords) -> list[TensorRange]:
         """Returns the rows of the matrices that a rank of an engine stacks."""
-        shard = coords.tp_range(dims.ffn)
-        return [matrix.within(*shard) for matrix in self._matrices([dims.ffn] * len(self.hf))]
+        channels = dims.size(self.outputs)
+        shard = coords.tp_range(channels)
+        return [matrix.within(*shard) for matrix in self._matrices([channels] * len(self.hf))]
 
     def _matrices(self, rows: Sequence[int]) -> list[TensorRange]:
         """Returns the range of each matrix in its canonical tensor."""
@@ -214,6 +133,17 @@ class RowParallel:
         if self.bias:
             whole = TensorRange(f"{hf}.bias", 0, dims.hidden)
             yield Stack(param=f"{local}.bias", shape=(dims.hidden,), parts=(whole,))
+
+
+def canonical_dtypes(param_types: Iterable[ParamType], dims: Dims) -> dict[str, str]:
+    """Returns the dtypes of canonical tensors that do not have the model's."""
+    found: dict[str, str] = {}
+    for param_type in param_types:
+        for stack in param_type.stacks("megatron", dims, ShardCoords()):
+            for part in stack.parts:
+                if stack.dtype is not None and part.tensor is not None:
+                    found[part.tensor] = stack.dtype
+    return found
 
 
 def canonical_shapes(param_types: Iterable[ParamType], dims: Dims) -> dict[str, Shape]:
@@ -349,6 +279,20 @@ class Experts:
                 of=(len(experts),),
             )
 
+    def stacked(self, dims: Dims) -> dict[str, list[list[str]]]:
+        """Returns the tensors in which files may have the matrices of all experts.
+
+        These are [experts, gates and ups, hidden] and [experts, hidden, channels], as transformers has
+        them in memory. See ``Manifest.stacks``.
+        """
+        both: list[list[str]] = []
+        down: list[list[str]] = []
+        for expert in range(dims.experts):
+            tensors = f"{self.module}.{expert}."
+            both.append([f"{tensors}{self.gate}.weight", f"{tensors}{self.up}.weight"])
+            down.append([f"{tensors}{self.down}.weight"])
+        return {f"{self.module}.gate_up_proj": both, f"{self.module}.down_proj": down}
+
 
 @dataclass(frozen=True)
 class DeltaNetParams:
@@ -357,10 +301,15 @@ class DeltaNetParams:
     Rows of projections are of queries, keys, values, output gates z, strengths b and decays a, in
     this order. Megatron has one matrix of all, vLLM one of the first four and one of the last two.
     The convolution is [channels of queries, keys and values, 1, width].
+
+    Args:
+        interleaved: whether HF and vLLM have two matrices, with the rows of a key head and of its
+            value heads together.
     """
 
     hf: str = "linear_attn"
     megatron: str = "self_attention"
+    interleaved: bool = False
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         delta = dims.delta
@@ -368,22 +317,15 @@ class DeltaNetParams:
         local, norm = self.hf, "norm"
         if engine == "megatron":
             local, norm = self.megatron, "out_norm"
-        values = coords.tp_range(delta.value_heads * delta.value_dim)
-        heads = coords.tp_range(delta.value_heads)
-        mixed = self._mixed("in_proj_qkv", delta, coords)
-        z = TensorRange(f"{self.hf}.in_proj_z.weight", *values)
-        b = TensorRange(f"{self.hf}.in_proj_b.weight", *heads)
-        a = TensorRange(f"{self.hf}.in_proj_a.weight", *heads)
-        projections = {"in_proj_qkvz": (*mixed, z), "in_proj_ba": (b, a)}
-        if engine == "megatron":
-            projections = {"in_proj": (*mixed, z, b, a)}
-        for name, parts in projections.items():
+        for name, parts in self._projections(engine, delta, coords).items():
             rows = sum(part.size for part in parts)
             yield Stack(
                 param=f"{local}.{name}.weight",
                 shape=(rows, dims.hidden),
                 parts=parts,
             )
+        values = coords.tp_range(delta.value_heads * delta.value_dim)
+        heads = coords.tp_range(delta.value_heads)
         convolved = self._mixed("conv1d", delta, coords)
         shape = (sum(part.size for part in convolved), 1, delta.width)
         yield Stack(
@@ -414,6 +356,41 @@ class DeltaNetParams:
             parts=(part,),
             axis=1,
         )
+
+    def _projections(self, engine: Engine, delta: DeltaDims, coords: ShardCoords) -> dict[str, tuple[TensorRange, ...]]:
+        """Returns the rows of each matrix of a rank's projections."""
+        if self.interleaved:
+            return self._interleaved(engine, delta, coords)
+        mixed = self._mixed("in_proj_qkv", delta, coords)
+        z = TensorRange(f"{self.hf}.in_proj_z.weight", *coords.tp_range(delta.value_heads * delta.value_dim))
+        b = TensorRange(f"{self.hf}.in_proj_b.weight", *coords.tp_range(delta.value_heads))
+        a = TensorRange(f"{self.hf}.in_proj_a.weight", *coords.tp_range(delta.value_heads))
+        if engine == "megatron":
+            return {"in_proj": (*mixed, z, b, a)}
+        return {"in_proj_qkvz": (*mixed, z), "in_proj_ba": (b, a)}
+
+    def _interleaved(self, engine: Engine, delta: DeltaDims, coords: ShardCoords) -> dict[str, tuple[TensorRange, ...]]:
+        shared = delta.value_heads // delta.key_heads
+        values = shared * delta.value_dim
+        sizes = {
+            "in_proj_qkvz": (delta.key_dim, delta.key_dim, values, values),
+            "in_proj_ba": (shared, shared),
+        }
+        first, last = coords.tp_range(delta.key_heads)
+        own: list[TensorRange] = []
+        whole: dict[str, tuple[TensorRange, ...]] = {}
+        for name, of_head in sizes.items():
+            tensor = f"{self.hf}.{name}.weight"
+            rows = sum(of_head)
+            whole[name] = (TensorRange(tensor, first * rows, last * rows),)
+            start = 0
+            for size in of_head:
+                for head in range(first, last):
+                    own.append(TensorRange(tensor, head * rows + start, head * rows + start + size))
+                start += size
+        if engine == "megatron":
+            return {"in_proj": tuple(own)}
+        return whole
 
     def _mixed(self, module: str, delta: DeltaDims, coords: ShardCoords) -> tuple[TensorRange, ...]:
         """Returns a rank's channels of queries, keys and values.

@@ -12,6 +12,7 @@ from megarl.config import Problem, RunConfig, SamplingConfig, TrainingConfig
 from megarl.config.problems import shown
 from megarl.config.schema import PairData, TextData
 from megarl.data.tokenizer import LARGEST_FILE, has_tokenizer
+from megarl.decoder_fields import decoder_fields
 from megarl.files import read_json
 from megarl.models import ModelSpec, model_spec
 from megarl.models.transformer_engine import refusals
@@ -67,7 +68,7 @@ def _stated_vocab_size(config: RunConfig) -> int | None:
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     try:
-        stated = config.model.hf_config().get("vocab_size")
+        stated = decoder_fields(config.model.hf_config()).get("vocab_size")
     except (OSError, ValueError):
         return None
     if isinstance(stated, int) and stated > 0:
@@ -146,6 +147,10 @@ def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> Mo
 def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
     if isinstance(config, TrainingConfig):
         yield from _trainable("model", spec)
+    if config.model.random is not None and spec.family.has_text_config:
+        rule = "a random model is a decoder alone"
+        fix = "state the fields of its text_config, with their model_type and architectures"
+        yield Problem("model.random.config", spec.family.model_type, rule, fix)
     if spec.head != "lm":
         fix = "choose a language model's checkpoint"
         yield Problem("model.path", shown(config.model.path), "a model with an LM head", fix)

@@ -229,6 +229,15 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
         if spec.fused:
             experts = 3 * ffn
         mlp = experts + chosen * dims.hidden * item + 16 * dims.experts
+        if model.table.megatron["moe_router_pre_softmax"]:
+            mlp += 4 * dims.experts
+        if model.table.megatron.get("moe_router_score_function") == "sigmoid":
+            mlp += 4 * (dims.experts + 2 * chosen)
+        if dims.shared_ffn:
+            products = 3 if spec.fused else 5
+            mlp += products * dims.shared_ffn * item / tp
+        if model.table.megatron.get("moe_shared_expert_gate"):
+            mlp += (dims.hidden + 1) * item
     elif spec.recompute == "selective":
         mlp = 0.0
     elif model.table.megatron["gated_linear_unit"]:

@@ -32,7 +32,13 @@ from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes, most_sequenc
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.kept_sets import kept_sets, with_sampling_mask
 from megarl.rollout.requests import Requests, Turns, generation_params, scoring_params, stop_token_ids
-from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment, temporary_files_in
+from megarl.rollout.vllm_environment import (
+    DECODER_FORMAT,
+    importing_vllm,
+    scratch_directory,
+    set_vllm_environment,
+    temporary_files_in,
+)
 from megarl.types import Pickled, Ragged, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
@@ -190,8 +196,13 @@ class RolloutEngine:
     def _load_settings(self) -> dict[str, Any]:
         """Returns how vLLM gets weights and drafts."""
         loads = self._options.weights == "files"
-        drafts = draft_settings(self._rollout, self._options.device, loads=loads)
-        return {"load_format": "auto" if loads else "dummy", **drafts}
+        family = self._spec.family
+        settings: dict[str, Any] = {"load_format": "auto" if loads else "dummy"}
+        if loads and self._spec.untrained:
+            settings["load_format"] = DECODER_FORMAT
+        if family.engine_class is not None:
+            settings["hf_overrides"] = {"architectures": [family.engine_class]}
+        return settings | draft_settings(self._rollout, self._options.device, loads=loads)
 
     def shard_maps(self) -> list[ShardMap]:
         """Returns the shard map of each tensor-parallel rank, in vLLM's names."""

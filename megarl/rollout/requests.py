@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megarl.decoder_fields import decoder_fields
 from megarl.files import read_json
 from megarl.types import Pickled, RolloutChunk, SampledTurn, SampleInfo, SampleRequest, TurnAnswer, WorkItem
 from megarl.weights.hf_files import read_config
@@ -32,7 +33,7 @@ def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
             ids = generation.get("eos_token_id")
     if ids is None:
         path = path.with_name("config.json")
-        ids = read_config(model_dir).get("eos_token_id")
+        ids = decoder_fields(read_config(model_dir)).get("eos_token_id")
     if ids is None:
         return ()
     if not isinstance(ids, list):

@@ -37,6 +37,8 @@ _QUIET = {  # unless they are set already
     "TORCH_LOGS": "-torch._library.triton,-torch.utils.cpp_extension",
 }
 _SHORT_PATH = 45
+DECODER_FORMAT = "megarl_decoder"
+"""The name for vLLM of `decoder_loader.DecoderLoader`."""
 
 
 def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> None:

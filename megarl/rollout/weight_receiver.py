@@ -22,6 +22,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from megarl.resharding import Connection, Receiver, SyncError, SyncSpec, SyncStats, connect
+from megarl.rollout.decoder_loader import DecoderLoader as DecoderLoader  # registered for vLLM
 from megarl.rollout.draft_checks import mend_draft_checks
 from megarl.rollout.vllm_layers import Layer, running_layer
 from megarl.stacks import answer_as_child

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.files import sync, write_errors
-from megarl.weights.hf_files import DTYPES, FILES_RANK, INDEX_FILE, SINGLE_FILE
+from megarl.weights.hf_files import DTYPES, FILES_RANK, INDEX_FILE, SINGLE_FILE, HFDirectory
 from megarl.weights.plan import Copy, SenderPlan, TransferPlan
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import ITEM_BYTES, ShardMap, TensorInfo
@@ -41,6 +41,8 @@ SIDE_FILES = (
 """Files of a checkpoint's directory besides config and weights; copied unchanged."""
 
 _HEADER_ALIGNMENT = 8
+_COPIED = 1 << 24
+"""Elements of an untrained tensor that are copied at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ def export_weights(
     *,
     config: Mapping[str, Any],
     template: str | Path | None,
+    untrained: tuple[str | Path, Sequence[str]] | None = None,
     lead: bool,
     barrier: Callable[[], None],
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -84,6 +87,7 @@ def export_weights(
         tensors: canonical tensors with the dtypes to write.
         part: part of ``export_plan``; None where the rank writes nothing.
         template: directory whose tokenizer and generation files are copied.
+        untrained: directory of a model, and patterns of those of its tensors that are copied as well.
         lead: True on exactly one rank, which creates the files and renames the directory.
         max_file_bytes: size that no file of several tensors exceeds.
 
@@ -93,9 +97,17 @@ def export_weights(
     if directory.exists():
         raise FileExistsError(f"{directory} exists; an export does not overwrite")
     partial = directory.with_name(f".{directory.name}.partial")
-    files = lay_out(tensors, max_file_bytes)
+    source: HFDirectory | None = None
+    others: dict[str, TensorInfo] = {}
+    if untrained is not None:
+        source = untrained_source(*untrained)
+    if source is not None and untrained is not None:
+        others = source.matching(untrained[1])
+    files = lay_out({**tensors, **others}, max_file_bytes)
     if lead:
         create_files(partial, files)
+        if source is not None:
+            _copy_untrained(partial, files, source, others)
     barrier()
     if part:
         _write(partial, files, part.copies, params)
@@ -110,6 +122,37 @@ def export_weights(
         partial.rename(directory)
         sync(directory.parent)
     barrier()
+
+
+def untrained_source(directory: str | Path, patterns: Sequence[str]) -> HFDirectory | None:
+    """Returns the directory of a model with tensors that exports copy; None where it has no weights."""
+    if not patterns:
+        return None
+    if not any((Path(directory) / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        return None  # of a random model
+    return HFDirectory(directory)
+
+
+def _copy_untrained(
+    directory: Path, files: Sequence[SafetensorsFile], source: HFDirectory, names: Iterable[str]
+) -> None:
+    """Writes tensors of another directory into the files, part by part."""
+    import torch
+
+    file_of: dict[str, SafetensorsFile] = {}
+    for file in files:
+        file_of.update(dict.fromkeys(file.tensors, file))
+    for name in names:
+        file = file_of[name]
+        info = file.tensors[name]
+        path = directory / file.name
+        data = np.memmap(path, dtype=np.uint8, mode="r+", offset=file.offsets[name], shape=(info.nbytes,))
+        written = 0
+        for values in source.parts(name, _COPIED):
+            block = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+            data[written : written + len(block)] = block
+            written += len(block)
+        data.flush()
 
 
 def create_files(directory: Path, files: Sequence[SafetensorsFile]) -> None:

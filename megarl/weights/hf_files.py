@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatch
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl.files import open_file, read_json
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, ShardMap, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, Shard, ShardMap, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -108,18 +109,36 @@ class HFDirectory:
             raise CheckpointError(f"{problem}; remove one of the two")
 
     def map(self, manifest: Manifest) -> ShardMap:
-        """Returns the shard map: the manifest's tensors, whole, under the names of this directory."""
+        """Returns the shard map: the manifest's tensors under the names of this directory."""
         tensors: dict[str, TensorInfo] = {}
+        shards: list[Shard] = []
         for name, info in self.tensors.items():
-            if manifest.canonical(name) in manifest.tensors:
+            held = manifest.shards(name, info)
+            if held:
                 tensors[name] = info
-        return ShardMap.identity(tensors, manifest.canonical)
+                shards += held
+        return ShardMap(params=tensors, shards=tuple(shards))
+
+    def matching(self, patterns: Sequence[str]) -> dict[str, TensorInfo]:
+        """Returns the tensors whose names match one of the patterns (as of fnmatch)."""
+        found: dict[str, TensorInfo] = {}
+        for name, info in self.tensors.items():
+            if any(fnmatch(name, pattern) for pattern in patterns):
+                found[name] = info
+        return found
 
     def check(self, manifest: Manifest) -> None:
         """Raises CheckpointError, with all tensors, where some are missing, unknown or of another shape."""
         problems = misfits(self.tensors, manifest) or untied(self.tensors, manifest, self._read)
         if problems:
             raise CheckpointError(f"{self.path} does not fit the model", problems)
+
+    def parts(self, name: str, elements: int) -> Iterator[torch.Tensor]:
+        """Yields a tensor in row-major order, in parts of at most so many elements."""
+        with _open(self.file_of[name]) as reader:
+            stored = reader.get_slice(name)
+            for box in Box.whole(self.tensors[name].shape).split(elements):
+                yield stored[box.slices]
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
         with _open(self.file_of[name]) as reader:
@@ -130,23 +149,37 @@ def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
     """Lists every tensor that a checkpoint lacks, has in another shape, or must not have; in this order."""
     needed = manifest.tensors
     named = {manifest.canonical(name) for name in tensors}
+    for stack in tensors.keys() & manifest.stacks.keys():
+        for members in manifest.stacks[stack]:
+            named.update(members)
     problems = [f"missing: {name} {list(info.shape)}" for name, info in needed.items() if name not in named]
     unknown: list[str] = []
     for name, info in sorted(tensors.items()):
         canonical = manifest.canonical(name)
         wanted = needed.get(canonical)
+        if name in manifest.stacks:
+            wanted = TensorInfo(manifest.stacked_shape(name), info.dtype)
+            for member in sorted(set(chain.from_iterable(manifest.stacks[name])) & tensors.keys()):
+                problems.append(f"twice: {member} is in {name}")
         if wanted is None:
-            if not any(fnmatch(name, pattern) for pattern in manifest.ignored):
+            if any(fnmatch(name, pattern) for pattern in manifest.untrained):
+                problems += _unsupported_dtype(name, info)
+            elif not any(fnmatch(name, pattern) for pattern in manifest.ignored):
                 unknown.append(f"unknown: {name} {list(info.shape)}")
             continue
         if name != canonical and canonical in tensors:
             problems.append(f"twice: {name} is {canonical}")
         if wanted.shape != info.shape:
             problems.append(f"misshapen: {name} is {list(info.shape)}, not {list(wanted.shape)}")
-        if info.dtype not in ITEM_BYTES:
-            supported = ", ".join(ITEM_BYTES)
-            problems.append(f"of another dtype: {name} is {info.dtype}; supported are {supported}")
+        problems += _unsupported_dtype(name, info)
     return problems + unknown
+
+
+def _unsupported_dtype(name: str, info: TensorInfo) -> list[str]:
+    if info.dtype in ITEM_BYTES:
+        return []
+    supported = ", ".join(ITEM_BYTES)
+    return [f"of another dtype: {name} is {info.dtype}; supported are {supported}"]
 
 
 def untied(

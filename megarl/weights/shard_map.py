@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add, ge, le, lt, sub
@@ -245,14 +245,43 @@ class Manifest:
     Args:
         tensors: canonical tensors that are read.
         ignored: patterns (as of fnmatch) of tensors that it may contain as well.
+        untrained: patterns of further ones, which exports copy.
         bare_prefix: prefix of canonical names that the checkpoint may omit.
         tied: tensors that it may contain if they equal canonical ones, with the names of those.
+        stacks: tensors [indices, rows, columns] that it may contain in place of canonical ones [rows,
+            columns]: for each index, those whose rows follow one another there.
     """
 
     tensors: Mapping[str, TensorInfo]
     ignored: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
     bare_prefix: str = ""
     tied: Mapping[str, str] = field(default_factory=dict[str, str])
+    stacks: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict[str, Sequence[Sequence[str]]])
+
+    def stacked_shape(self, stored: str) -> Shape:
+        """Returns the shape of one of the ``stacks``."""
+        stack = self.stacks[stored]
+        members = [self.tensors[name].shape for name in stack[0]]
+        rows = sum(shape[0] for shape in members)
+        return (len(stack), rows, *members[0][1:])
+
+    def shards(self, stored: str, info: TensorInfo) -> list[Shard]:
+        """Returns what a stored tensor holds; nothing where that is not read."""
+        if stored not in self.stacks:
+            name = self.canonical(stored)
+            box = Box.whole(info.shape)
+            return [Shard(stored, box, name, box)] if name in self.tensors else []
+        found: list[Shard] = []
+        for index, members in enumerate(self.stacks[stored]):
+            row = 0
+            for name in members:
+                shape = self.tensors[name].shape
+                start = (index, row, *[0] * len(shape[1:]))
+                row += shape[0]
+                box = Box(start, (index + 1, row, *shape[1:]))
+                found.append(Shard(stored, box, name, Box.whole(shape)))
+        return found
 
     def canonical(self, stored: str) -> str:
         """Returns the canonical name of a stored tensor."""

@@ -32,6 +32,9 @@ CASES = {
         models.qwen3_moe_config(num_hidden_layers=3),
         [Layout(pp=2, dp=2, ep=2), Layout(tp=2, dp=2, ep=2, sequence_parallel=True)],
     ),
+    "qwen2_moe": (models.qwen2_moe_config(num_hidden_layers=3), [Layout(pp=2, dp=2, ep=2)]),
+    "glm4_moe": (models.glm4_moe_config(dtype="bfloat16"), [Layout(pp=2, dp=2, ep=2)]),
+    "qwen3_next": (models.qwen3_next_config(dtype="bfloat16"), [Layout(tp=2, dp=2, ep=2, sequence_parallel=True)]),
     "several_kinds": (models.CONFIGS["several_kinds"](), [Layout(pp=2, dp=2, ep=2)]),
     "qwen3_5": (models.qwen3_5_config(dtype="bfloat16"), [Layout(tp=2, pp=2), Layout(pp=2, vpp=2)]),
 }

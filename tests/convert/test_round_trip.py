@@ -13,7 +13,9 @@ from megarl.convert.importing import import_checkpoint
 from megarl.convert.resources import Resources
 from megarl.errors import UsageError
 from megarl.models import model_spec
-from tests.convert.directories import assert_equal, make_directory, random_tensors, read_directory
+from megarl.types import Layout
+from megarl.weights.hf_files import CheckpointError, load_shard
+from tests.convert.directories import Tensors, assert_equal, make_directory, random_tensors, read_directory
 from tests.weights import models
 
 CONFIGS = {
@@ -26,6 +28,8 @@ CONFIGS = {
     "qwen3_moe": models.qwen3_moe_config(tie_word_embeddings=True),
     "phi3": models.phi3_config(),
     "qwen3_5": models.qwen3_5_config(dtype="bfloat16"),
+    "qwen3_5_moe": models.qwen3_5_moe_whole_config(dtype="bfloat16"),
+    "qwen3_next": models.qwen3_next_config(),
     "reward": models.llama_config(architectures=["LlamaForSequenceClassification"], num_labels=1),
 }
 
@@ -107,3 +111,70 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", config, tensors=tensors)
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
     assert compare(tmp_path / "hf", tmp_path / "ckpt")[1] == []
+
+
+def test_what_is_not_trained_passes_through(tmp_path: Path) -> None:
+    config = models.qwen3_5_whole_config(dtype="bfloat16")
+    tensors = random_tensors(model_spec(config))
+    decoder = len(tensors)
+    tensors["model.visual.patch_embed.proj.weight"] = torch.randn(8, 3, 2, 2, 2)
+    tensors["mtp.norm.weight"] = torch.randn(24, dtype=torch.bfloat16)
+    make_directory(tmp_path / "hf", config, files=2, tensors=tensors)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    assert compare(tmp_path / "hf", tmp_path / "ckpt") == (decoder, [])
+    (tmp_path / "hf").rename(tmp_path / "gone")  # the checkpoint has what an export needs
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out")
+    assert_equal(read_directory(tmp_path / "out"), tensors)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["architectures"] == config["architectures"]
+    assert written["vision_config"] == config["vision_config"]
+
+
+def _with_stacked_experts(tensors: Tensors, experts: int) -> Tensors:
+    """The tensors as published files of Qwen3.5 have them: those of all experts of a layer in two."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        module, is_expert, rest = name.partition(".mlp.experts.")
+        if not is_expert:
+            found[name] = tensor
+        elif rest == "0.gate_proj.weight":
+            of = [f"{module}.mlp.experts.{expert}." for expert in range(experts)]
+            gates_and_ups = [
+                torch.cat([tensors[f"{each}{part}_proj.weight"] for part in ("gate", "up")]) for each in of
+            ]
+            found[f"{module}.mlp.experts.gate_up_proj"] = torch.stack(gates_and_ups)
+            found[f"{module}.mlp.experts.down_proj"] = torch.stack([tensors[f"{each}down_proj.weight"] for each in of])
+    return found
+
+
+def test_the_experts_of_a_layer_may_be_in_two_tensors(tmp_path: Path) -> None:
+    config = models.qwen3_5_moe_whole_config(dtype="bfloat16")
+    spec = model_spec(config)
+    tensors = random_tensors(spec)
+    make_directory(tmp_path / "single", config, tensors=tensors)
+    stacked = _with_stacked_experts(tensors, 4)
+    assert len(stacked) < len(tensors)
+    make_directory(tmp_path / "stacked", config, files=2, tensors=stacked)
+    import_checkpoint(tmp_path / "stacked", tmp_path / "ckpt")
+    assert compare(tmp_path / "single", tmp_path / "ckpt") == (len(tensors), [])
+    assert compare(tmp_path / "stacked", tmp_path / "ckpt") == (len(tensors), [])
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out")
+    assert_equal(read_directory(tmp_path / "out"), tensors)
+    layout = Layout(tp=2, dp=2, ep=2, sequence_parallel=True)
+    for rank in range(layout.world_size):
+        shard_map = spec.megatron_map(layout, rank)
+        loaded = [load_shard(shard_map, tmp_path / name, spec.manifest()) for name in ("single", "stacked")]
+        assert_equal(loaded[1], loaded[0])
+
+
+def test_stacked_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
+    config = models.qwen3_5_moe_whole_config(dtype="bfloat16")
+    tensors = random_tensors(model_spec(config))
+    stacked = _with_stacked_experts(tensors, 3)
+    twice = "model.language_model.layers.0.mlp.experts.1.down_proj.weight"
+    make_directory(tmp_path / "hf", config, tensors={**stacked, twice: tensors[twice]})
+    with pytest.raises(CheckpointError) as caught:
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    text = str(caught.value)
+    assert "misshapen: model.language_model.layers.0.mlp.experts.down_proj is [3, 24, 12], not [4, 24, 12]" in text
+    assert f"twice: {twice} is in model.language_model.layers.0.mlp.experts.down_proj" in text

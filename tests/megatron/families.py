@@ -46,6 +46,20 @@ LONGROPE = {
     "partial_rotary_factor": 0.5,
 }
 
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 101,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "full_attention_interval": 2,
+    "rms_norm_eps": 1e-3,  # norms of a head's small outputs enlarge the noise of transformers beyond 1e-5
+}
 FAMILIES: Mapping[str, Family] = {
     # KV heads: of each rank two, of two ranks one, of each rank one, and so on; layers: no multiple of 2 x 2 chunks.
     "llama": Family(
@@ -118,24 +132,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         tp=(4, 2),
     ),
-    "qwen3_5": Family(
-        kind="qwen3_5_text",
-        fields={
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "intermediate_size": 44,
-            "vocab_size": 101,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 6,
-            "linear_value_head_dim": 10,
-            "linear_conv_kernel_dim": 3,
-            "full_attention_interval": 2,
-            "rms_norm_eps": 1e-3,  # norms of a head's small outputs enlarge the noise of transformers beyond 1e-5
-        },
-    ),
+    "qwen3_5": Family(kind="qwen3_5_text", fields={**_HYBRID, "intermediate_size": 44}),
     "gpt2": Family(
         kind="gpt2",
         fields={"n_layer": 7, "n_head": 4, "n_inner": 52, "vocab_size": 101, "n_positions": 23},
@@ -160,6 +157,47 @@ MIXTURES: Mapping[str, Family] = {
     "qwen3_moe": Family(
         kind="qwen3_moe",
         fields={**_ATTENTION, **_EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe": Family(
+        kind="qwen2_moe",
+        fields={
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 20,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3_next": Family(
+        kind="qwen3_next",
+        fields={
+            **_HYBRID,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [1],
+            "intermediate_size": 44,
+        },
+    ),
+    "qwen3_5_moe": Family(
+        kind="qwen3_5_moe_text",
+        fields={**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 20},
+    ),
+    "glm4_moe": Family(
+        kind="glm4_moe",
+        fields={
+            **_ATTENTION,
+            "head_dim": 8,
+            "intermediate_size": 44,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 28,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "vocab_size": 103,
+        },
     ),
     "several_kinds": Family(
         kind="qwen3_moe", fields={**_ATTENTION, **_EXPERTS, "mlp_only_layers": [1, 3], "intermediate_size": 44}

@@ -15,6 +15,19 @@ from tests.pool import RankPool
 TOKENS = 512
 SPLIT = Layout(tp=2, sequence_parallel=True)
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
+SIGMOID = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 0,
+    "head_dim": 16,
+}
 HYBRID = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
@@ -27,6 +40,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "gpt2": ("gpt2", {}),
     "mixtral": ("mixtral", MIXTURE),
+    "shared_experts": ("qwen2_moe", SHARED),
+    "sigmoid_routing": ("glm4_moe", SIGMOID),
     "delta_nets": ("qwen3_5_text", {**HYBRID, "layer_types": ["linear_attention"] * 4}),
     "gated_attention": ("qwen3_5_text", {**HYBRID, "layer_types": ["full_attention"] * 4}),
 }

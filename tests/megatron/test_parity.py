@@ -111,6 +111,7 @@ CASES = [
     *((name, layout) for name in ("tied", *FAMILIES) for layout in (Layout(), INTERLEAVED)),
     *((name, replace(SP2, tp=MODELS[name].tp[0])) for name in ("tied", *FAMILIES)),
     *((name, layout) for name in MIXTURES for layout in (Layout(), Layout(dp=2, ep=2))),
+    *((name, replace(SP2, tp=MODELS[name].tp[0], pp=2)) for name in MIXTURES),
 ]
 
 

@@ -73,7 +73,7 @@ def _iteration(rank: int, port: int, model: Path, out: Path) -> dict[str, Any]:
         own = [schedule.ranks[dp] for schedule in plan]
         updates[role] = worker.update(role, UpdateRequest(schedules=own, chunks=experience, kl_coef=0.05))
     new = everywhere(worker.logprobs("actor", passes("actor")))
-    worker.export("actor", str(out), str(model))
+    worker.export("actor", str(out), str(model), str(model))
     worker.close()
     return {"metrics": built and built[1].metrics, "updates": updates, "old": old, "new": new}
 

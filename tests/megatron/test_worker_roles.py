@@ -17,6 +17,7 @@ from tests.megatron.layouts import STEPS, TEXTS, chunks, experience, samples
 from tests.megatron.test_worker import worker_of
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool, free_port
+from tests.weights.models import qwen3_5_whole_config
 
 ROLES = "groups.train.roles"
 LAYOUT = [f"{ROLES}.{role}={{tp: 2, pp: 2, offload: true}}" for role in ("actor", "reference")]
@@ -50,8 +51,8 @@ def _one_step(rank: int, port: int, model: Path, out: Path) -> Any:
     worker.offload_all()
     for name, average in (("actor", False), ("average", True), ("again", False)):
         worker.swap_weights("actor", average)
-        worker.export("actor", str(out / name), str(model))
-    worker.export("reference", str(out / "reference"), str(model))
+        worker.export("actor", str(out / name), str(model), str(model))
+    worker.export("reference", str(out / "reference"), str(model), str(model))
     worker.close()
     return told
 
@@ -76,7 +77,7 @@ def test_a_step_with_pretraining_texts_ema_and_reference_sync(pool: RankPool, tm
 
 def _exported(rank: int, port: int, model: Path, overrides: list[str], role: str, out: Path) -> None:
     worker = worker_of(rank, overrides, port, model)
-    worker.export(role, str(out), str(model))
+    worker.export(role, str(out), str(model), str(model))
     worker.close()
 
 
@@ -100,3 +101,21 @@ def test_a_critic_keeps_the_head_of_a_reward_model_or_gets_a_new_one(pool: RankP
     for name, values in reward.items():
         expected = torch.zeros_like(values) if name == "score.weight" else values
         assert torch.equal(new[name], expected), name
+
+
+@pytest.mark.dist
+def test_exports_have_the_tensors_that_are_not_trained(pool: RankPool, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    fields = {name: value for name, value in qwen3_5_whole_config().items() if name != "architectures"}
+    model = tmp_path / "model"
+    AutoModelForImageTextToText.from_config(AutoConfig.for_model(**fields)).save_pretrained(model)
+    start = state_of(model)
+    for role, head in (("actor", set[str]()), ("critic", {"score.weight"})):
+        pool.run(_exported, free_port(), model, [], role, tmp_path / role, world_size=4, connected=False)
+        exported = state_of(tmp_path / role)
+        own = {name for name in exported if "visual" in name}
+        assert own
+        assert own == {name for name in start if "visual" in name}
+        for name in exported.keys() - head:
+            assert torch.equal(exported[name], start[name]), name

@@ -21,6 +21,7 @@ from megarl.run.directory import write_random_model
 from tests.config.debug import MIXTURE
 from tests.data.rows import chatml_tokenizer, jsonl
 from tests.megatron.tiny import save_model
+from tests.weights.models import qwen3_5_whole_config
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 MODEL = "model.random.config"
@@ -135,6 +136,11 @@ DELTA_NETS = [
         (DELTA_NETS, "cluster.device", "take heads of 64 and 128; the model's have 32 and 64"),
         ([*DELTA_NETS, "model.random.config.dtype=float32"], "cluster.device", "compute in bfloat16 alone"),
         ([*DELTA_NETS, f"{MODEL}.num_key_value_heads=1"], ACTOR, "tp 2 exceeds the 1 KV heads of gated attention"),
+        (
+            [f"{MODEL}={json.dumps(qwen3_5_whole_config())}"],
+            "model.random.config",
+            "a random model is a decoder alone",
+        ),
         ([*DELTA_NETS, f"{MODEL}.linear_conv_kernel_dim=3"], "cluster.device", "take convolutions of 4 positions"),
         ([*DELTA_NETS, "rollout.speculative=2"], "rollout.speculative", "not supported for models with gated"),
         ([f"{MODEL}.model_type=opt"], "model.random.config", "opt"),

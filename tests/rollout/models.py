@@ -52,6 +52,21 @@ def llama() -> LlamaConfig:
     return LlamaConfig(**_SIZES, num_key_value_heads=2, tie_word_embeddings=True)
 
 
+_SHARED = {
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 96,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+_HYBRID = {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "full_attention_interval": 2,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
         "num_key_value_heads": 4,
@@ -82,15 +97,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
-    "qwen3_5_text": {
+    "qwen2_moe": {"num_key_value_heads": 2, **_SHARED},
+    "glm4_moe": {
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "full_attention_interval": 2,
+        "attention_bias": True,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
     },
+    "qwen3_next": {**_HYBRID, **_SHARED},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": {**_HYBRID, **_SHARED},
     "phi3": {
         "num_key_value_heads": 2,
         "pad_token_id": None,
@@ -107,7 +126,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """By HF's model type, what differs from the common sizes. vLLM's experts on a CPU have channels in multiples of 32."""
 
-ONLY_BFLOAT16 = ("qwen3_5_text",)
+ONLY_BFLOAT16 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """vLLM's kernels of delta nets on a CPU take nothing else (0.32)."""
 
 

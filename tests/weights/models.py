@@ -128,6 +128,15 @@ _QWEN3_5 = {
     "linear_conv_kernel_dim": 3,
     "full_attention_interval": 2,
 }
+_QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 _SEVERAL_KINDS = {"mlp_only_layers": [0, 2], "intermediate_size": 36}
 qwen2_config = _config(_QWEN2)
 llama_config = _config(_LLAMA)
@@ -137,7 +146,57 @@ phi3_config = _config(_LLAMA, _PHI3)
 gpt2_config = _config(_GPT2)
 mixtral_config = _config(_LLAMA, _MIXTRAL)
 qwen3_moe_config = _config(_QWEN2, _QWEN3, _QWEN3_MOE)
+qwen2_moe_config = _config(_QWEN2, _QWEN2_MOE)
 qwen3_5_config = _config(_QWEN2, _QWEN3_5)
+_HYBRID_MOE = {
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+qwen3_5_moe_config = _config(
+    _QWEN2,
+    _QWEN3_5,
+    _HYBRID_MOE,
+    {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"},
+)
+qwen3_next_config = _config(
+    _QWEN2,
+    _QWEN3_5,
+    _HYBRID_MOE,
+    {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
+)
+_GLM4_MOE = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 8,
+    "attention_bias": True,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+glm4_moe_config = _config(_QWEN2, _GLM4_MOE)
+_VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 24}
+qwen3_5_whole_config = _config(
+    {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": qwen3_5_config(),
+        "vision_config": {"model_type": "qwen3_5_vision", "num_position_embeddings": 4, "patch_size": 2, **_VISION},
+        "tie_word_embeddings": False,
+    }
+)
+qwen3_5_moe_whole_config = _config(
+    {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": qwen3_5_moe_config(),
+        "vision_config": {"model_type": "qwen3_5_moe_vision", "num_position_embeddings": 4, "patch_size": 2, **_VISION},
+        "tie_word_embeddings": False,
+    }
+)
 CONFIGS: Mapping[str, _Config] = {
     "llama": llama_config,
     "mistral": mistral_config,

@@ -8,23 +8,41 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from megarl.models import FAMILIES, model_spec
 from megarl.types import Layout
 from megarl.weights.hf_files import CheckpointError, HFDirectory, load_shard, read_config
 from tests.weights import models
-from tests.weights.models import gpt2_config, llama_config, qwen3_5_config
+from tests.weights.models import (
+    glm4_moe_config,
+    gpt2_config,
+    llama_config,
+    qwen2_moe_config,
+    qwen3_5_config,
+    qwen3_5_moe_config,
+    qwen3_5_whole_config,
+    qwen3_next_config,
+)
 
 CONFIGS = {name: config() for name, config in models.CONFIGS.items()}
 CONFIGS |= {f"{name}-tied": models.CONFIGS[name](tie_word_embeddings=True) for name in ("qwen2", "qwen3", "mixtral")}
 CONFIGS["qwen3_5"] = qwen3_5_config()
+CONFIGS["qwen2_moe"] = qwen2_moe_config()
+CONFIGS["qwen3_next"] = qwen3_next_config()
 CONFIGS["llama-biased"] = llama_config(attention_bias=True, mlp_bias=True)
 CONFIGS["gpt2-untied"] = gpt2_config(tie_word_embeddings=False, n_inner=36)
+WITHOUT = {"qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "glm4_moe"}
+"""Families with tests of their own: of whole models, and those without a class with a score head."""
 
 
 def test_every_family_is_tested() -> None:
-    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
+    assert {config["model_type"] for config in CONFIGS.values()} | WITHOUT == set(FAMILIES)
 
 
 def save(directory: Path, config: dict[str, Any], head: str = "lm") -> None:
@@ -51,6 +69,39 @@ def test_tensors_and_configs_equal_those_that_transformers_writes(tmp_path: Path
         assert again.head == other
         assert (again.dims, again.dtype, again.tied) == (spec.dims, spec.dtype, spec.tied)
         AutoConfig.for_model(**spec.hf_config(other))
+
+
+@pytest.mark.parametrize("head", ["lm", "score"])
+def test_a_whole_model_has_the_decoders_tensors_and_its_own_config(tmp_path: Path, head: str) -> None:
+    config = qwen3_5_whole_config()
+    make = AutoModelForImageTextToText if head == "lm" else AutoModelForSequenceClassification
+    fields = {name: value for name, value in config.items() if name != "architectures"}
+    make.from_config(AutoConfig.for_model(**fields, num_labels=1)).save_pretrained(tmp_path)
+    directory = HFDirectory(tmp_path)
+    spec = model_spec(read_config(tmp_path))
+    assert spec.head == head
+    vision = directory.matching(spec.untrained)
+    assert vision
+    assert {**spec.canonical(head), **vision} == directory.tensors
+    directory.check(spec.manifest(head))
+    written = spec.hf_config(head)
+    assert written["architectures"] == read_config(tmp_path)["architectures"]
+    assert written["text_config"]["dtype"] == written["dtype"] == spec.dtype
+    decoder = model_spec(qwen3_5_config())
+    assert (spec.dims, spec.rope, spec.transformer_fields()) == (
+        decoder.dims,
+        decoder.rope,
+        decoder.transformer_fields(),
+    )
+
+
+@pytest.mark.parametrize("config", [qwen3_5_moe_config(), glm4_moe_config()], ids=["qwen3_5_moe", "glm4_moe"])
+def test_a_mixture_without_a_score_class_has_the_tensors_that_transformers_writes(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    save(tmp_path, config)
+    spec = model_spec(read_config(tmp_path))
+    assert spec.canonical() == HFDirectory(tmp_path).tensors
 
 
 def test_gpt2_files_without_a_prefix_and_with_masks_are_read(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.config.problems import Broken, correct_model_path
 from megarl.config.schema import Critic, Model, Reference, Reward, read_hf_config
+from megarl.decoder_fields import decoder_fields
 
 
 def checkpoints_are_readable(field: str, start: Model | Reward | Critic | Reference) -> Iterator[Broken]:
@@ -40,7 +41,7 @@ def checkpoints_share_the_tokens(
     for field, path in paths.items():
         if path is None:
             continue
-        size = (_read(path) or {}).get("vocab_size")
+        size = decoder_fields(_read(path) or {}).get("vocab_size")
         if used is None or not isinstance(size, int) or size >= used:
             continue
         rule = f"must know the {used} token ids in use; it has {size}"
@@ -53,7 +54,7 @@ def checkpoints_share_the_tokens(
 
 def ids_in_use(model: Model) -> int | None:
     """Returns the number of token ids that may be sampled; None if it is unknown."""
-    used = model.vocab_size or (readable_config(model) or {}).get("vocab_size")
+    used = model.vocab_size or decoder_fields(readable_config(model) or {}).get("vocab_size")
     if isinstance(used, int):
         return used
     return None
