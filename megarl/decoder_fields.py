@@ -23,7 +23,7 @@ def decoder_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in dtypes:
             fields.pop(name, None)
     for name in ("architectures", "model_type", "quantization_config", *dtypes):
-        if name in config:
+        if config.get(name) is not None:
             fields[name] = config[name]
     fields["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     return fields

@@ -18,6 +18,7 @@ from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
 from megarl.weights.export import MAX_FILE_BYTES, copy_side_files, group_tensors, lay_out, write_index, write_json
+from megarl.weights.hf_files import has_weights
 from megarl.weights.shard_map import TensorInfo
 
 _HF_CONFIG = "config.json"
@@ -52,6 +53,9 @@ def export_checkpoint(
             fixed = spec.fixed_dtypes()
             for name, info in tensors.items():
                 tensors[name] = replace(info, dtype=fixed.get(name, dtype))
+        if template is not None and spec.family.has_text_config and not has_weights(template):
+            problem = f"{template} has no weights, and the tensors beside the decoder's come from it"
+            raise UsageError(f"{problem}; name a directory of the whole model with --hf")
         others = open_untrained(origin, spec)
         sources = sources.with_whole(others)
         tensors |= {name: tensor.info for name, tensor in others.items()}
@@ -113,7 +117,7 @@ def compare(
     head = found.head(spec.head)
     if (head == "lm") != (spec.head == "lm"):
         raise UsageError(f"{hf} has the head {spec.head!r}, the {found.role} {head!r}; choose another --role")
-    original = open_hf(hf, spec.manifest(head))
+    original = dict(open_hf(hf, spec.manifest(head)))
     converted, sources = open_checkpoint(found, spec, head)
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
@@ -124,6 +128,15 @@ def compare(
             problems.append(f"{name}: {info.dtype}, not {tensor.info.dtype}")
         wanted = dtype and fixed.get(name, dtype)
         tensors[name] = replace(tensor.info, dtype=wanted or tensor.info.dtype)
+    if found.role is None and (found.root / HF_FILES / _HF_CONFIG).is_file():
+        passed = open_untrained(found.root / HF_FILES, spec)
+        for name, tensor in open_untrained(hf, spec).items():
+            if name not in passed:
+                problems.append(f"{name}: missing in {HF_FILES}")
+                continue
+            original[name] = tensor
+            tensors[name] = tensor.info
+        sources = sources.with_whole(passed)
     tasks: list[tuple[Assembly, Mapping[str, Stored]]] = []
     for group in group_tensors(tensors, _GROUP_BYTES):
         tasks.append((sources.assembly(group), {name: original[name] for name in group}))

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from megarl.convert.stored import Sources, Stored, open_hf, open_untrained, read
 from megarl.errors import UsageError
 from megarl.files import write_durably, write_errors
 from megarl.models import ModelSpec
-from megarl.weights.export import copy_side_files, group_tensors, lay_out
+from megarl.weights.export import SafetensorsFile, copy_side_files, group_tensors, lay_out, write_index
 from megarl.weights.plan import Copy
 from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
 
@@ -74,7 +73,7 @@ def import_checkpoint(
             path = f"{RELEASE}/__{number}_0.distcp"
             files.append(OutputFile(path=path, assembly=sources.assembly(group), header=None))
         inputs = sources.files
-        others = _untrained_files(hf, spec)
+        layouts, others = _untrained_files(hf, spec, max_file_bytes)
         for file in others:
             inputs |= {tensor.path for tensor in file.assembly.sources.values()}
         written = output.write(f"import {hf.name}", files + others, inputs=inputs, resources=resources)
@@ -82,21 +81,27 @@ def import_checkpoint(
         write_durably(output.directory / TRACKER, RELEASE)
         hf_files = output.directory / HF_FILES
         hf_files.mkdir(exist_ok=True)
+        if layouts:
+            write_index(hf_files, layouts)
         copy_side_files(hf, hf_files)
         config = (hf / "config.json").read_text(encoding="utf-8")
         write_durably(hf_files / "config.json", config)
         output.publish()
 
 
-def _untrained_files(hf: Path, spec: ModelSpec) -> list[OutputFile]:
-    """Returns a file of what passes through untouched, beside the model's config.json, for exports."""
+def _untrained_files(hf: Path, spec: ModelSpec, max_file_bytes: int) -> tuple[list[SafetensorsFile], list[OutputFile]]:
+    """Returns the files of what passes through untouched, beside the model's config.json, for exports."""
     stored = open_untrained(hf, spec)
     if not stored:
-        return []
+        return [], []
     sources = Sources(stored={}, copies={}).with_whole(stored)
-    (layout,) = lay_out({name: tensor.info for name, tensor in stored.items()}, sys.maxsize)
-    ordered = {name: layout.tensors[name] for name in layout.offsets}
-    return [OutputFile(path=f"{HF_FILES}/{layout.name}", assembly=sources.assembly(ordered), header=layout.header)]
+    layouts = lay_out({name: tensor.info for name, tensor in stored.items()}, max_file_bytes)
+    files: list[OutputFile] = []
+    for layout in layouts:
+        ordered = {name: layout.tensors[name] for name in layout.offsets}
+        path = f"{HF_FILES}/{layout.name}"
+        files.append(OutputFile(path=path, assembly=sources.assembly(ordered), header=layout.header))
+    return layouts, files
 
 
 def _global_map(spec: ModelSpec) -> ShardMap:

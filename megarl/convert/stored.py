@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.utils import _create_file_view  # pyright: ign
 
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
-from megarl.weights.export import untrained_source
-from megarl.weights.hf_files import CheckpointError, HFDirectory, read_config
+from megarl.weights.hf_files import CheckpointError, HFDirectory, has_weights, read_config
 from megarl.weights.plan import Copy
 from megarl.weights.shard_map import Box, Manifest, Shape, Shard, ShardMap, TensorInfo
 
@@ -95,10 +94,12 @@ def open_hf(directory: Path, manifest: Manifest) -> Mapping[str, Stored]:
 
 
 def open_untrained(directory: Path | None, spec: ModelSpec) -> Mapping[str, Stored]:
-    """Returns the tensors of a model's directory that pass through untouched."""
+    """Returns the tensors of a model's directory that pass through untouched; there is no directory of a random one."""
     stored: dict[str, Stored] = {}
-    source = untrained_source(directory, spec.untrained) if directory is not None else None
-    if source is not None:
+    if directory is None or not spec.untrained:
+        return stored
+    if has_weights(directory):
+        source = HFDirectory(directory)
         for name, info in source.matching(spec.untrained).items():
             stored[name] = SafeTensor(path=source.file_of[name], name=name, info=info)
     return stored

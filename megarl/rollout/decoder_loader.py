@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from megarl.models import model_spec
 from megarl.rollout.vllm_environment import DECODER_FORMAT
-from megarl.weights.hf_files import read_config
+from megarl.weights.hf_files import matches, read_config
 
 
 @register_model_loader(DECODER_FORMAT)
@@ -33,5 +32,5 @@ class DecoderLoader(DefaultModelLoader):
     ) -> Generator[tuple[str, torch.Tensor], Any, None]:
         untrained = model_spec(read_config(model_config.model)).untrained
         for name, tensor in super().get_all_weights(model_config, model):
-            if not any(fnmatch(name, pattern) for pattern in untrained):
+            if not matches(name, untrained):
                 yield name, tensor

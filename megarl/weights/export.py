@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 MAX_FILE_BYTES = 5 * 10**9
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+"""Files of a checkpoint's directory of what is not text; a directory with a tokenizer alone has none."""
 SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -37,6 +39,7 @@ SIDE_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    *PROCESSOR_FILES,
 )
 """Files of a checkpoint's directory besides config and weights; copied unchanged."""
 
@@ -87,7 +90,8 @@ def export_weights(
         tensors: canonical tensors with the dtypes to write.
         part: part of ``export_plan``; None where the rank writes nothing.
         template: directory whose tokenizer and generation files are copied.
-        untrained: directory of a model, and patterns of those of its tensors that are copied as well.
+        untrained: directory of a model, and patterns of those of its tensors that are copied as well,
+            with the files of its processors.
         lead: True on exactly one rank, which creates the files and renames the directory.
         max_file_bytes: size that no file of several tensors exceeds.
 
@@ -99,16 +103,15 @@ def export_weights(
     partial = directory.with_name(f".{directory.name}.partial")
     source: HFDirectory | None = None
     others: dict[str, TensorInfo] = {}
-    if untrained is not None:
-        source = untrained_source(*untrained)
-    if source is not None and untrained is not None:
+    if untrained is not None and untrained[1]:
+        source = HFDirectory(untrained[0])
         others = source.matching(untrained[1])
     files = lay_out({**tensors, **others}, max_file_bytes)
     if lead:
         create_files(partial, files)
-        if source is not None:
-            _copy_untrained(partial, files, source, others)
     barrier()
+    if lead and source is not None:
+        _copy_untrained(partial, files, source, others)
     if part:
         _write(partial, files, part.copies, params)
     barrier()
@@ -117,20 +120,13 @@ def export_weights(
         write_json(partial / "config.json", config)
         if template is not None:
             copy_side_files(Path(template), partial)
+        if source is not None:
+            copy_side_files(source.path, partial, PROCESSOR_FILES)
         for path in (*partial.iterdir(), partial):
             sync(path)
         partial.rename(directory)
         sync(directory.parent)
     barrier()
-
-
-def untrained_source(directory: str | Path, patterns: Sequence[str]) -> HFDirectory | None:
-    """Returns the directory of a model with tensors that exports copy; None where it has no weights."""
-    if not patterns:
-        return None
-    if not any((Path(directory) / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
-        return None  # of a random model
-    return HFDirectory(directory)
 
 
 def _copy_untrained(
@@ -235,9 +231,9 @@ def write_index(directory: Path, files: Sequence[SafetensorsFile]) -> None:
         write_json(directory / INDEX_FILE, index)
 
 
-def copy_side_files(source: Path, target: Path) -> None:
-    """Copies the tokenizer and generation files that exist."""
-    for name in SIDE_FILES:
+def copy_side_files(source: Path, target: Path, names: Sequence[str] = SIDE_FILES) -> None:
+    """Copies the files that exist."""
+    for name in names:
         if (source / name).is_file():
             with write_errors(target / name):
                 shutil.copyfile(source / name, target / name)

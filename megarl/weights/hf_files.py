@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatch
 from functools import cache
@@ -123,7 +123,7 @@ class HFDirectory:
         """Returns the tensors whose names match one of the patterns (as of fnmatch)."""
         found: dict[str, TensorInfo] = {}
         for name, info in self.tensors.items():
-            if any(fnmatch(name, pattern) for pattern in patterns):
+            if matches(name, patterns):
                 found[name] = info
         return found
 
@@ -145,6 +145,16 @@ class HFDirectory:
             return reader.get_slice(name)[box.slices]
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether a directory has safetensors files that are read."""
+    return any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a tensor's name matches one of the patterns (as of fnmatch)."""
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
 def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
     """Lists every tensor that a checkpoint lacks, has in another shape, or must not have; in this order."""
     needed = manifest.tensors
@@ -162,9 +172,9 @@ def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
             for member in sorted(set(chain.from_iterable(manifest.stacks[name])) & tensors.keys()):
                 problems.append(f"twice: {member} is in {name}")
         if wanted is None:
-            if any(fnmatch(name, pattern) for pattern in manifest.untrained):
+            if matches(name, manifest.untrained):
                 problems += _unsupported_dtype(name, info)
-            elif not any(fnmatch(name, pattern) for pattern in manifest.ignored):
+            elif not matches(name, manifest.ignored):
                 unknown.append(f"unknown: {name} {list(info.shape)}")
             continue
         if name != canonical and canonical in tensors:

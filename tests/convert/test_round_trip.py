@@ -116,18 +116,25 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
 def test_what_is_not_trained_passes_through(tmp_path: Path) -> None:
     config = models.qwen3_5_whole_config(dtype="bfloat16")
     tensors = random_tensors(model_spec(config))
-    decoder = len(tensors)
     tensors["model.visual.patch_embed.proj.weight"] = torch.randn(8, 3, 2, 2, 2)
     tensors["mtp.norm.weight"] = torch.randn(24, dtype=torch.bfloat16)
     make_directory(tmp_path / "hf", config, files=2, tensors=tensors)
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
-    assert compare(tmp_path / "hf", tmp_path / "ckpt") == (decoder, [])
+    (tmp_path / "hf/preprocessor_config.json").write_text("{}")
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", max_file_bytes=200)
+    assert compare(tmp_path / "hf", tmp_path / "ckpt") == (len(tensors), [])
     (tmp_path / "hf").rename(tmp_path / "gone")  # the checkpoint has what an export needs
     export_checkpoint(tmp_path / "ckpt", tmp_path / "out")
     assert_equal(read_directory(tmp_path / "out"), tensors)
+    assert (tmp_path / "out/preprocessor_config.json").exists()
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["architectures"] == config["architectures"]
     assert written["vision_config"] == config["vision_config"]
+    for file in (tmp_path / "ckpt/hf").glob("*.safetensors*"):
+        file.unlink()
+    lost = sorted(name for name in tensors if name.startswith(("model.visual", "mtp")))
+    assert compare(tmp_path / "gone", tmp_path / "ckpt")[1] == [f"{name}: missing in hf" for name in lost]
+    with pytest.raises(UsageError, match="has no weights, and the tensors beside the decoder's come from it"):
+        export_checkpoint(tmp_path / "ckpt", tmp_path / "again", template=tmp_path / "ckpt/hf")
 
 
 def _with_stacked_experts(tensors: Tensors, experts: int) -> Tensors:
