@@ -78,11 +78,13 @@ class PackParams(PackedSeqParams):
     Args:
         positions: [S] int64, each position's index in its sequence.
         sequences: without rope's ends, which Transformer Engine would take for padding.
+        local_rope: [S, 1, 1, D] float32, angles of layers with windows that have their own; ``PackedModel`` sets it.
     """
 
     shape: PackShape
     positions: Tensor
     sequences: PackedSeqParams
+    local_rope: Tensor | None = None
 
     @classmethod
     def of(cls, shape: PackShape, tensors: Mapping[str, Tensor]) -> PackParams:
@@ -123,6 +125,7 @@ class PackedAttention(torch.nn.Module):
         self,
         *,
         config: TransformerConfig,
+        window: int | None = None,
         softmax_scale: float | None = None,
         **_unused: Any,
     ) -> None:
@@ -132,8 +135,8 @@ class PackedAttention(torch.nn.Module):
         if softmax_scale is None:
             self.scale = config.kv_channels**-0.5
         self.earlier = -1  # positions before its own that a query sees; -1: all
-        if config.window_size is not None:
-            self.earlier = config.window_size[0]
+        if window is not None:
+            self.earlier = window - 1
 
     def forward(
         self,

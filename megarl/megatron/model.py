@@ -43,6 +43,7 @@ from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
 from megarl.megatron.delta_net import DeltaNet
 from megarl.megatron.experts import GroupedExperts, SharedExpert
+from megarl.megatron.layer_options import LocalRopeAttention, PostNormLinear
 from megarl.megatron.platform.kernels import LayerKind, layer_kind
 from megarl.megatron.rotary import rotations
 from megarl.models import ModelSpec
@@ -163,6 +164,12 @@ class PackedModel(GPTModel):
             for layer in layers:
                 # Megatron computes it for yarn alone, from undeclared fields of its configuration (0.19).
                 layer.self_attention._yarn_concentration_factor = scale
+        self._local_angles: Tensor | None = None
+        if spec.local_rope is not None:
+            angles, scale = rotations(spec, spec.local_rope)
+            assert scale == 1.0, "types of rope with a scale are not supported by type of layer"
+            self._local_angles = angles.to(torch.cuda.current_device())
+        self._embedding_scale = spec.table.embedding_scale
         if self.post_process and head != "lm":
             self.output_layer = ScalarHead(self.config.hidden_size, self.config.params_dtype)
         if self.pre_process and self.position_embedding_type == "learned_absolute":
@@ -183,6 +190,11 @@ class PackedModel(GPTModel):
         embedded, rope, *rest = answer
         if rope is not None:
             rope = rope[rows]
+        if self._local_angles is not None:
+            half = rows.float().outer(self._local_angles)
+            packed_seq_params.local_rope = torch.cat((half, half), dim=-1)[:, None, None]
+        if embedded is not None and self._embedding_scale is not None:
+            embedded = embedded * torch.full_like(embedded[:1, :1, :1], self._embedding_scale)
         return embedded, rope, *rest
 
     def output_weight(self) -> Tensor:
@@ -319,7 +331,7 @@ def build_model(
     device = torch.empty(0, device=torch.cuda.current_device()).device.type
     stages = _Stages(spec, layout, stage)
     config = _transformer_config(spec, layout, stages, dtype, recompute, fused)
-    kind = layer_kind(layers, spec.dims, str(dtype).removeprefix("torch."), device)
+    kind = layer_kind(layers, spec.dims, spec.table.kinds, str(dtype).removeprefix("torch."), device)
     _require_agreement(kind, groups.intra_dist_opt)
     norm = _norm(config, kind, fused)
     chunks: list[PackedModel] = []
@@ -327,7 +339,7 @@ def build_model(
         layer_specs: list[ModuleSpec] = []
         for layer in spec.layers(layout, stage, chunk):
             if kind == "local":
-                layer_specs.append(_local_layer(config, spec.table.layers[layer], norm))
+                layer_specs.append(_local_layer(config, spec, spec.table.layers[layer], norm))
             else:
                 layer_specs.append(_transformer_engine_layer(config))
         model = PackedModel(
@@ -382,7 +394,7 @@ def _norm(config: TransformerConfig, kind: LayerKind, fused: bool) -> Any:
     return norm
 
 
-def _local_layer(config: TransformerConfig, kind: LayerSpec, norm: Any) -> ModuleSpec:
+def _local_layer(config: TransformerConfig, spec: ModelSpec, kind: LayerSpec, norm: Any) -> ModuleSpec:
     """Returns Megatron's local layer with this package's norms, attention, delta net and router."""
     layer: Any = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     if kind.is_mixture:
@@ -396,10 +408,15 @@ def _local_layer(config: TransformerConfig, kind: LayerSpec, norm: Any) -> Modul
     if kind.is_delta_net:
         layer.submodules.self_attention = DeltaNet
         return layer
+    if spec.local_rope is not None and kind.window is not None:
+        layer.submodules.self_attention.module = LocalRopeAttention
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = partial(PackedAttention, window=kind.window)
     attention.q_layernorm = norm if config.qk_layernorm else IdentityOp
     attention.k_layernorm = attention.q_layernorm
+    if kind.post_norms:
+        attention.linear_proj = partial(PostNormLinear, norm=norm)
+        layer.submodules.mlp.keywords["submodules"].linear_fc2 = partial(PostNormLinear, norm=norm)
     return layer
 
 

@@ -29,7 +29,7 @@ from megarl.models.param_types import (
     canonical_dtypes,
     canonical_shapes,
 )
-from megarl.models.rope import Rope, read_rope
+from megarl.models.rope import Rope, read_rope, read_ropes
 from megarl.models.transformer_engine import DELTA_NET_NORM, INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Box, Manifest, Shape, Shard, ShardMap, TensorInfo
@@ -94,6 +94,7 @@ class ModelSpec:
 
     Args:
         rope: rotary embeddings; None where positions are learned.
+        local_rope: those of layers with windows; None: the same.
         dtype: dtype of every parameter in the maps.
         tied: whether the output layer of the language model is the embedding.
         head: head of the checkpoint.
@@ -104,6 +105,7 @@ class ModelSpec:
     dims: Dims
     table: ParamTable
     rope: Rope | None
+    local_rope: Rope | None
     dtype: str
     tied: bool
     head: HeadName
@@ -124,12 +126,6 @@ class ModelSpec:
             return self
         assert self.rope.original is not None
         return replace(self, rope=replace(self.rope, long=longest > self.rope.original))
-
-    @property
-    def window(self) -> int | None:
-        """How many of the last positions each one sees; None: all."""
-        size = self.table.megatron.get("window_size")
-        return None if size is None else size[0] + 1
 
     @property
     def widest_mlp(self) -> int:
@@ -290,15 +286,18 @@ class ModelSpec:
 
     def transformer_fields(self) -> dict[str, Any]:
         """Returns the fields of Megatron's ``TransformerConfig`` of this model."""
-        delta: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.dims.delta is not None:
-            delta = {
+            fields = {
                 "linear_num_key_heads": self.dims.delta.key_heads,
                 "linear_num_value_heads": self.dims.delta.value_heads,
                 "linear_key_head_dim": self.dims.delta.key_dim,
                 "linear_value_head_dim": self.dims.delta.value_dim,
                 "linear_conv_kernel_dim": self.dims.delta.width,
             }
+        window = self.table.layers[0].window
+        if window is not None and all(kind.window == window for kind in self.table.kinds):
+            fields["window_size"] = (window - 1, 0)
         return {
             "num_layers": self.dims.layers,
             "hidden_size": self.dims.hidden,
@@ -308,7 +307,7 @@ class ModelSpec:
             "kv_channels": self.dims.head_dim,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
-            **delta,
+            **fields,
             **self.table.megatron,
         }
 
@@ -428,7 +427,10 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     reader = HFConfigReader(stated, family)
     dims = reader.dims()
     rope: Rope | None = None
-    if family.rotary:
+    local_rope: Rope | None = None
+    if family.local_rope:
+        rope, local_rope = read_ropes(reader, dims.head_dim, dims.positions)
+    elif family.rotary:
         rope = read_rope(reader, dims.head_dim, dims.positions)
     stored = reader.dtype()
     activations = HF_ACTIVATIONS[family.activation]
@@ -449,6 +451,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
         dims=dims,
         table=table,
         rope=rope,
+        local_rope=local_rope,
         dtype=stored,
         tied=tied,
         head=head,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 from megarl.models.hf_config import HFConfigReader, LayerSpec, ParamTable
 from megarl.models.param_stacks import Names
@@ -27,6 +27,12 @@ GATE_UP = ColumnParallel(hf=("mlp.gate_proj", "mlp.up_proj"), megatron="mlp.line
 DOWN = RowParallel(names=Names("mlp.down_proj", "mlp.linear_fc2"), inputs="ffn")
 INPUT_NORM = Replicated(names=Names("input_layernorm", "input_layernorm"))
 MLP_NORM = Replicated(names=Names("post_attention_layernorm", "pre_mlp_layernorm"))
+PRE_MLP_NORM = Replicated(names=Names("pre_feedforward_layernorm", "pre_mlp_layernorm"))
+"""That of families with norms after attention and MLP, which are these."""
+POST_ATTENTION_NORM = Replicated(
+    names=Names("post_attention_layernorm", "self_attention.linear_proj.post_layernorm"),
+)
+POST_MLP_NORM = Replicated(names=Names("post_feedforward_layernorm", "mlp.linear_fc2.post_layernorm"))
 
 
 def llama_table(
@@ -40,8 +46,11 @@ def llama_table(
     delta_net: DeltaNetParams = DeltaNetParams(),  # noqa: B008 (frozen)
     output_bias: bool = False,
     window: int | None = None,
+    windows: Collection[int] | None = None,
+    post_norms: bool = False,
     prefix: str = "model.",
     untrained: tuple[str, ...] = (),
+    embedding_scale: float | None = None,
     megatron: Mapping[str, Any] | None = None,
 ) -> ParamTable:
     """Returns Llama's parameters, with what differs in other families.
@@ -54,8 +63,10 @@ def llama_table(
         delta_net: its parameters.
         output_bias: whether the attention's output projection has a bias.
         window: last positions, its own included, that each one sees; None: all.
+        windows: layers with the window; None: all.
+        post_norms: whether norms follow attention and MLP.
         prefix: prefix of HF's names; that of vLLM's is "model.".
-        untrained: see ``ParamTable``.
+        untrained, embedding_scale: see ``ParamTable``.
         megatron: additional fields of ``TransformerConfig``.
     """
     attention_output = Names("self_attn.o_proj", "self_attention.linear_proj")
@@ -70,8 +81,12 @@ def llama_table(
         mixer: tuple[ParamType, ...] = attention
         if layer in delta_nets:
             mixer = (delta_net,)
-        params = (INPUT_NORM, *mixer, MLP_NORM, *mixtures.get(layer, mlp))
-        layers.append(LayerSpec(params))
+        channels = mixtures.get(layer, mlp)
+        params = (INPUT_NORM, *mixer, MLP_NORM, *channels)
+        if post_norms:
+            params = (INPUT_NORM, *mixer, POST_ATTENTION_NORM, PRE_MLP_NORM, *channels, POST_MLP_NORM)
+        has_window = layer not in delta_nets and (windows is None or layer in windows)
+        layers.append(LayerSpec(params, window if has_window else None, post_norms))
     return ParamTable(
         embedding=VocabRows(
             names=Names(f"{prefix}embed_tokens", "embedding.word_embeddings", "model.embed_tokens"),
@@ -80,16 +95,42 @@ def llama_table(
         layers=tuple(layers),
         final=(Replicated(names=Names(f"{prefix}norm", "decoder.final_layernorm", "model.norm")),),
         untrained=untrained,
+        embedding_scale=embedding_scale,
         megatron={
             "normalization": "RMSNorm",
             "layernorm_epsilon": read.number("rms_norm_eps"),
             "gated_linear_unit": True,
             "add_qkv_bias": qkv.bias,
             "add_bias_linear": False,
-            "window_size": None if window is None else (window - 1, 0),
             **(megatron or {}),
         },
     )
+
+
+def most_layers(read: HFConfigReader, kind: str, *, interval: str, default: int) -> list[bool]:
+    """Reads which layers are of a kind.
+
+    ``layer_types`` says so, or else the field ``interval``: all but each such are.
+
+    Args:
+        default: the interval where a config has none.
+    """
+    layers = read.positive("num_hidden_layers")
+    every = read.positive(interval, default)
+    stated: Any = read.get("layer_types")
+    found: list[bool] = []
+    if stated is None:
+        for layer in range(layers):
+            found.append((layer + 1) % every != 0)
+        return found
+    if not isinstance(stated, list):
+        read.problem("layer_types", stated, "is not a list")
+        return found
+    for each in cast(list[Any], stated):
+        found.append(each == kind)
+    if len(found) != layers:
+        read.problem("layer_types", len(found), f"types are not those of {layers} layers")
+    return found
 
 
 HEAD_NORMS: tuple[ParamType, ...] = tuple(
@@ -196,8 +237,7 @@ def qwen_mixture(
 ) -> tuple[dict[int, tuple[ParamType, ...]], dict[str, Any]]:
     """Returns the experts of Qwen's layers that have some, and their fields of ``TransformerConfig``.
 
-    A family with a default of ``shared_expert_intermediate_size`` has, beside them, an expert for all
-    tokens, with a gate.
+    Beside them there may be a shared expert, with a gate.
 
     Args:
         renormalised: see ``routing``.
@@ -210,7 +250,7 @@ def qwen_mixture(
     )
     params = mixture("mlp.gate", experts)
     fields = routing(read, layers, renormalised=renormalised)
-    if "shared_expert_intermediate_size" in read.family.defaults:
+    if read.family.shared_expert == "gated":
         params = (*params, *_GATED_SHARED_EXPERT)
         fields["moe_shared_expert_intermediate_size"] = read.positive("shared_expert_intermediate_size")
         fields["moe_shared_expert_gate"] = True

@@ -21,6 +21,7 @@ from megarl.models.decoder_tables import (
     routing,
     sigmoid_routing,
 )
+from megarl.models.gemma import GEMMA3
 from megarl.models.hf_config import Family, HFConfigReader, LayerSpec, ParamTable
 from megarl.models.param_stacks import Names
 from megarl.models.param_types import (
@@ -197,7 +198,7 @@ GPT2 = Family(
 )
 
 
-_MAX_PREDICTING = 64
+_MAX_MTP_LAYERS = 64
 
 
 def _glm4_moe(read: HFConfigReader) -> ParamTable:
@@ -211,22 +212,24 @@ def _glm4_moe(read: HFConfigReader) -> ParamTable:
     mixtures = dict.fromkeys(range(dense, layers), params)
     read.require("tie_word_embeddings", False, only="False: vLLM's GLM-4.5 has an output layer")
     read.require("sliding_window", only="full attention, which transformers assumes")
+    if read.get("partial_rotary_factor") is None:
+        read.problem("partial_rotary_factor", None, "is not a share; vLLM and transformers take others for it")
     if read.get("head_dim") is None:
         read.problem("head_dim", None, "is not a width, which vLLM's GLM-4.5 asks for")
     if read.dtype() == "float16" and read.number("routed_scaling_factor") != 1:
         # It divides the shared expert's output by the factor, and nothing multiplies it again (0.32).
         read.problem("routed_scaling_factor", read.get("routed_scaling_factor"), "is wrong in vLLM in float16")
     normed = read.flag("use_qk_norm")
-    predicting = read.get("num_nextn_predict_layers") or 0
-    if type(predicting) is not int or not 0 <= predicting <= _MAX_PREDICTING:
-        read.problem("num_nextn_predict_layers", predicting, f"is not a number from 0 to {_MAX_PREDICTING}")
-        predicting = 0
+    mtp_layers = read.get("num_nextn_predict_layers") or 0
+    if type(mtp_layers) is not int or not 0 <= mtp_layers <= _MAX_MTP_LAYERS:
+        read.problem("num_nextn_predict_layers", mtp_layers, f"is not a number from 0 to {_MAX_MTP_LAYERS}")
+        mtp_layers = 0
     return llama_table(
         read,
         qkv=replace(QKV, bias=read.flag("attention_bias")),
         head_norms=HEAD_NORMS if normed else (),
         experts=mixtures,
-        untrained=tuple(f"model.layers.{layers + further}.*" for further in range(predicting)),
+        untrained=tuple(f"model.layers.{layers + further}.*" for further in range(mtp_layers)),
         megatron={"qk_layernorm": normed, **sigmoid_routing(read, mixtures)},
     )
 
@@ -254,6 +257,7 @@ GLM4_MOE = Family(
         "num_nextn_predict_layers": 1,
     },
     partial_rotary=True,
+    shared_expert="plain",
 )
 
 
@@ -273,6 +277,7 @@ _ALL = (
     QWEN3_5_MOE,
     QWEN3_5_MOE_WHOLE,
     GLM4_MOE,
+    GEMMA3,
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """Families by HF's ``model_type``."""

@@ -8,6 +8,7 @@ not count.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from megarl.models.architecture import ModelSpec
@@ -80,17 +81,17 @@ def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCoun
     A forward and a backward pass have three times as many.
     """
     dims = spec.dims
-    window = spec.window
+    windows = Counter(kind.window for kind in spec.table.layers if not kind.is_delta_net)
     tokens = 0
-    pairs = 0
+    pairs = 0  # of all layers
     read = 0
     for sequence in sequences:
         length = sequence.tokens
         tokens += length
-        seen = min(length, window or length)
-        pairs += seen * (seen + 1) // 2 + (length - seen) * seen
+        for window, layers in windows.items():
+            seen = min(length, window or length)
+            pairs += layers * (seen * (seen + 1) // 2 + (length - seen) * seen)
         read += sequence.response_tokens
-    layers = dims.layers - spec.table.delta_nets
-    attention = 4 * layers * dims.heads * dims.head_dim * pairs
+    attention = 4 * dims.heads * dims.head_dim * pairs
     outputs = dims.vocab if head == "lm" else 1
     return token_flops(spec) * tokens + attention + 2 * dims.hidden * outputs * read

@@ -29,9 +29,17 @@ SCORE = Replicated(names=Names("score", "output_layer"), shape=("one", "hidden")
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A kind of layer: its parameters, without the prefix of a layer."""
+    """A kind of layer.
+
+    Args:
+        params: its parameters, without the prefix of a layer.
+        window: last positions, its own included, that each one sees; None: all.
+        post_norms: whether norms follow attention and MLP, before the residuals are added.
+    """
 
     params: tuple[ParamType, ...]
+    window: int | None = None
+    post_norms: bool = False
 
     @property
     def is_mixture(self) -> bool:
@@ -52,6 +60,7 @@ class ParamTable:
         layers: the kind of each layer.
         final: parameters after the last layer.
         untrained: patterns of tensors as of the family's, that depend on the config.
+        embedding_scale: factor of what the embedding returns, rounded to its dtype.
         megatron: fields of ``TransformerConfig`` that differ by family: norms, biases, the MLP.
     """
 
@@ -61,6 +70,7 @@ class ParamTable:
     layers: tuple[LayerSpec, ...]
     final: tuple[ParamType, ...]
     untrained: tuple[str, ...] = ()
+    embedding_scale: float | None = None
     megatron: Mapping[str, Any]
 
     @cached_property
@@ -89,6 +99,7 @@ class Family:
         rotary: whether positions are rotary; otherwise they are learned.
         partial_rotary: whether a part of each head may be rotated.
         rope_types: HF's types of rope that the engines take; empty: all.
+        local_rope: whether layers with windows have rotary embeddings of their own.
         unused_rope: fields of ``rope_parameters`` that do not matter for text.
         layer_types: HF's types of layers that it may have.
         mlp_ratio: default ratio of the MLP's channels to the hidden ones.
@@ -96,6 +107,7 @@ class Family:
         ignored: patterns (as of fnmatch) of tensors that checkpoints may contain as well.
         untrained: patterns of tensors of other parts of the model, such as a vision tower: these
             pass from a checkpoint into its exports.
+        shared_expert: whether mixtures have an MLP for all tokens beside the routed experts, maybe with a gate.
         has_text_config: whether the decoder's fields are in the config's ``text_config``.
         engine_class: class of the decoder alone, which engines have; None: ``lm_class``.
     """
@@ -110,12 +122,14 @@ class Family:
     rotary: bool = True
     partial_rotary: bool = False
     rope_types: tuple[str, ...] = ()
+    local_rope: bool = False
     unused_rope: tuple[str, ...] = ()
     layer_types: tuple[str, ...] = ("full_attention",)
     mlp_ratio: int | None = None
     bare_prefix: str = ""
     ignored: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
+    shared_expert: Literal["gated", "plain"] | None = None
     has_text_config: bool = False
     engine_class: str | None = None
 
@@ -219,9 +233,9 @@ class HFConfigReader:
             experts = self.positive("num_experts")
             expert_ffn = self.positive("moe_intermediate_size")
         shared_ffn = 0
-        if "shared_expert_intermediate_size" in self.family.defaults:
+        if self.family.shared_expert == "gated":
             shared_ffn = self.positive("shared_expert_intermediate_size")
-        elif "n_shared_experts" in self.family.defaults:
+        elif self.family.shared_expert == "plain":
             shared_ffn = self.positive("n_shared_experts") * expert_ffn
         dims = Dims(
             vocab=self.positive("vocab_size"),

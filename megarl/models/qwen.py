@@ -10,6 +10,7 @@ from megarl.models.decoder_tables import (
     HEAD_NORMS,
     QKV,
     llama_table,
+    most_layers,
     qwen_mixture,
 )
 from megarl.models.hf_config import Family, HFConfigReader, ParamTable
@@ -136,30 +137,8 @@ QWEN2_MOE = Family(
         "num_key_value_heads": 16,
         "rms_norm_eps": 1e-6,
     },
+    shared_expert="gated",
 )
-
-
-def _delta_nets(read: HFConfigReader) -> list[bool]:
-    """Reads which layers are gated delta nets.
-
-    ``layer_types`` says so, or else ``full_attention_interval``: by default, all but each fourth are.
-    """
-    layers = read.positive("num_hidden_layers")
-    interval = read.positive("full_attention_interval", 4)
-    stated: Any = read.get("layer_types")
-    found: list[bool] = []
-    if stated is None:
-        for layer in range(layers):
-            found.append((layer + 1) % interval != 0)
-        return found
-    if not isinstance(stated, list):
-        read.problem("layer_types", stated, "is not a list")
-        return found
-    for kind in cast(list[Any], stated):
-        found.append(kind == "linear_attention")
-    if len(found) != layers:
-        read.problem("layer_types", len(found), f"types are not those of {layers} layers")
-    return found
 
 
 def _hybrid(
@@ -185,7 +164,7 @@ def _hybrid(
     read.require("output_gate_type", "silu", "swish", only="silu, which transformers assumes")
     read.require("layer_scale", False, only="layers without scales")
     read.require("sliding_window", only="full attention, which transformers assumes")
-    delta_nets = _delta_nets(read)
+    delta_nets = most_layers(read, "linear_attention", interval="full_attention_interval", default=4)
     frequency: list[int] | int = 1  # layers that are all alike are one tensor in checkpoints
     if 0 < sum(delta_nets) < len(delta_nets):
         frequency = [int(is_delta_net) for is_delta_net in delta_nets]
@@ -274,6 +253,7 @@ QWEN3_5_MOE = replace(
         "num_experts": 256,
         "num_experts_per_tok": 8,
     },
+    shared_expert="gated",
 )
 QWEN3_5_MOE_WHOLE = replace(
     QWEN3_5_MOE,

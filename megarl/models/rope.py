@@ -52,6 +52,34 @@ class Rope:
     long: bool = False
 
 
+_BASES: Mapping[str, str] = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+"""Fields with the base of each type of layer, where its parameters have none."""
+
+
+def read_ropes(read: HFConfigReader, head_dim: int, positions: int) -> tuple[Rope, Rope]:
+    """Reads those of full attention and of layers with windows, which ``rope_parameters`` has by type of layer.
+
+    Where it is absent, ``rope_scaling`` is that of full attention.
+    """
+    found: Any = read.get("rope_parameters")
+    by_type: Mapping[str, Any] = {"full_attention": read.get("rope_scaling")}
+    if isinstance(found, Mapping) and set(cast(Mapping[str, Any], found)) <= set(_BASES):
+        by_type = cast(Mapping[str, Any], found)
+        if read.get("rope_scaling") not in (None, {}):
+            read.problem("rope_scaling", read.get("rope_scaling"), "is stated beside rope_parameters; keep one of them")
+    elif found is not None:
+        read.problem("rope_parameters", cast(object, found), f"is not by type of layer, {', '.join(_BASES)}")
+    ropes: list[Rope] = []
+    for layer_type, base in _BASES.items():
+        stated: Any = by_type.get(layer_type) or {}
+        if not isinstance(stated, Mapping):
+            read.problem("rope_parameters", stated, "does not hold keys and values")
+            stated = {}
+        complete = {"rope_theta": read.get(base), **cast(Mapping[str, Any], stated)}
+        ropes.append(_read_parameters(read, complete, head_dim, positions))
+    return ropes[0], ropes[1]
+
+
 def read_rope(read: HFConfigReader, head_dim: int, positions: int) -> Rope:
     """Reads ``rope_parameters``, or ``rope_scaling`` and ``rope_theta``, and adds problems to the reader."""
     found: Any = read.get("rope_parameters") or read.get("rope_scaling") or {}
@@ -60,7 +88,10 @@ def read_rope(read: HFConfigReader, head_dim: int, positions: int) -> Rope:
     if not isinstance(found, Mapping):
         read.problem("rope_parameters", found, "does not hold keys and values")
         found = {}
-    stated = cast(Mapping[str, Any], found)
+    return _read_parameters(read, cast(Mapping[str, Any], found), head_dim, positions)
+
+
+def _read_parameters(read: HFConfigReader, stated: Mapping[str, Any], head_dim: int, positions: int) -> Rope:
     kind: Any = stated.get("rope_type") or stated.get("type") or "default"
     if not isinstance(kind, str) or kind not in _FIELDS:
         read.problem("rope_type", kind, f"is not supported; supported are {', '.join(_FIELDS)}")

@@ -6,7 +6,10 @@ them in the linear layer that follows.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megarl.models.dims import Dims
+from megarl.models.hf_config import LayerSpec
 
 NormNames = tuple[str, str]
 """The names of a norm where it is a module, and where it is a part of the next linear layer."""
@@ -26,7 +29,7 @@ def name_in_maps(parameter: str) -> str:
     return parameter
 
 
-def refusals(dims: Dims, dtype: str) -> list[str]:
+def refusals(dims: Dims, kinds: Collection[LayerSpec], dtype: str) -> list[str]:
     """Returns why a model keeps Megatron's local layers; none if it need not.
 
     cuDNN has packed attention forward and backward for these heads on every device that has it at
@@ -42,6 +45,10 @@ def refusals(dims: Dims, dtype: str) -> list[str]:
         found.append(f"heads of {dims.head_dim}: its packed attention has {supported}")
     if dims.delta is not None:
         found.append("gated delta nets are not supported in its layers")
+    if any(kind.post_norms for kind in kinds):
+        found.append("norms after attention and MLP are not supported in its layers")
+    if len({kind.window for kind in kinds}) > 1:
+        found.append("windows of some layers are not supported in its layers")
     if dims.experts:
         found.append("mixtures of experts are not supported in its layers")
     return found

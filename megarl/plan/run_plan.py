@@ -129,7 +129,7 @@ def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) 
 def _layers(config: RunConfig) -> str:
     """Returns which layers the run's model has on a GPU that Transformer Engine supports."""
     spec = model_spec(config.model.hf_config())
-    reasons = refusals(spec.dims, spec.dtype)
+    reasons = refusals(spec.dims, spec.table.kinds, spec.dtype)
     if config.model.layers == "local" or reasons:
         return "; ".join(["Megatron's own", *reasons])
     return "Transformer Engine's, where it is installed"

@@ -343,7 +343,7 @@ def _layers(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Probl
     if config.model.layers != "transformer_engine":
         return
     for name, spec in specs.items():
-        if reasons := refusals(spec.dims, spec.dtype):
+        if reasons := refusals(spec.dims, spec.table.kinds, spec.dtype):
             rule = f"Transformer Engine must be able to compute the {name}: {'; '.join(reasons)}"
             fix = "set it to auto, which takes Megatron's own layers then"
             yield Problem("model.layers", "transformer_engine", rule, fix)

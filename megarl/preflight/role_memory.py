@@ -191,6 +191,9 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
         if device == "cuda" and spec.layers != "local":
             # Transformer Engine's linear layer of queries keeps its normalized input.
             norms += dims.hidden * item * _split(spec.layout)
+    if kind.post_norms:
+        kept = 1 if spec.recompute == "selective" else 2  # the MLP's is recomputed with it
+        norms += kept * 4 * (2 * dims.hidden + 1) * _split(spec.layout)
     rope = 0.0
     if model.rope is not None:
         rope = 4 * dims.head_dim * item * model.rope.share
@@ -242,7 +245,7 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
         mlp = 0.0
     elif model.table.megatron["gated_linear_unit"]:
         mlp = 5 * ffn
-        if spec.fused:
+        if spec.fused and model.family.activation == "silu":
             mlp = 3 * ffn
     else:
         mlp = 2 * ffn

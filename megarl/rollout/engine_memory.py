@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -134,6 +135,9 @@ def cache_filling(model: ModelSpec, rollout: Rollout, device_memory: int | None,
     return min(free, sequences * sequence)
 
 
+_DELTA_NET = "delta net"
+
+
 def sequence_bytes(model: ModelSpec, rollout: Rollout) -> int:
     """Returns what a sequence of the largest length takes of a rank's cache, in whole blocks."""
     models = [model]
@@ -145,18 +149,23 @@ def sequence_bytes(model: ModelSpec, rollout: Rollout) -> int:
 def _longest_bytes(model: ModelSpec, rollout: Rollout) -> int:
     """Returns what one model keeps of a sequence of the largest length, on a rank.
 
-    Attention has a block for each part of the sequence, a delta net one block for all of it.
+    Attention has a block for each part of the sequence, a delta net one block for all of it. Layers with
+    windows need fewer; they are counted as the others.
     """
-    dims = model.dims
     positions, block = _block(model, rollout.tp)
     blocks = math.ceil(rollout.positions / positions)
-    delta_nets = model.table.delta_nets
-    attention = dims.layers - delta_nets
-    if not delta_nets or not attention:
-        return block * (attention * blocks + delta_nets)
+    counts: Counter[object] = Counter()
+    for kind in model.table.layers:
+        counts[_DELTA_NET if kind.is_delta_net else kind.window] += 1
     # Layers of one kind share blocks in groups, which are padded to one size (vLLM 0.32: ``kv_cache_utils``).
-    group = min(attention, delta_nets)
-    return block * group * (math.ceil(attention / group) * blocks + math.ceil(delta_nets / group))
+    group = min(counts.values())
+    if max(counts.values()) < 1.5 * group:
+        group = max(counts.values())
+    total = 0
+    for kind, layers in counts.items():
+        of_layer = 1 if kind == _DELTA_NET else blocks
+        total += math.ceil(layers / group) * group * of_layer
+    return block * total
 
 
 def _block(model: ModelSpec, tp: int) -> tuple[int, int]:

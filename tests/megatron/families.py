@@ -46,6 +46,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.5,
 }
 
+GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"] * 2
 _HYBRID = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -133,6 +134,24 @@ FAMILIES: Mapping[str, Family] = {
         tp=(4, 2),
     ),
     "qwen3_5": Family(kind="qwen3_5_text", fields={**_HYBRID, "intermediate_size": 44}),
+    "gemma3": Family(
+        kind="gemma3_text",
+        fields={
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "intermediate_size": 44,
+            "vocab_size": 101,
+            "sliding_window": 5,
+            "layer_types": GEMMA_LAYERS,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e3, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            },
+        },
+    ),
     "gpt2": Family(
         kind="gpt2",
         fields={"n_layer": 7, "n_head": 4, "n_inner": 52, "vocab_size": 101, "n_positions": 23},

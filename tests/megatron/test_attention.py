@@ -29,7 +29,7 @@ def attention_errors(
 
     del rank
     sizes = {"num_layers": 1, "hidden_size": HEADS * dim, "num_attention_heads": HEADS, "kv_channels": dim}
-    config = TransformerConfig(**sizes, window_size=None if window is None else (window - 1, 0))
+    config = TransformerConfig(**sizes)
     shape = PackShape(cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32), max_seqlen=max(lengths))
     generator = torch.Generator().manual_seed(0)
     exact = [
@@ -38,7 +38,7 @@ def attention_errors(
     ]
     grad = torch.randn(sum(lengths), HEADS * dim, generator=generator, dtype=torch.float64).to(dtype).double()
     inputs = [tensor.to(device, dtype).requires_grad_() for tensor in exact]
-    output = PackedAttention(config=config)(
+    output = PackedAttention(config=config, window=window)(
         *inputs, None, packed_seq_params=PackParams.of(shape, to_device(pack_arrays(shape), torch.device(device)))
     )
     output.backward(grad.to(device, dtype))

@@ -16,9 +16,9 @@ from tests.megatron.test_parity import differences, expectations, infer
 from tests.pool import RankPool
 
 MODELS = {name: {**FAMILIES, **MIXTURES}[name] for name in ("qwen3_5", "qwen2_moe", "qwen3_next", "qwen3_5_moe")}
-MODELS |= {"glm4_moe": MIXTURES["glm4_moe"], "gpt2": FAMILIES["gpt2"]}
+MODELS |= {"glm4_moe": MIXTURES["glm4_moe"], "gpt2": FAMILIES["gpt2"], "gemma3": FAMILIES["gemma3"]}
 HYBRIDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
-DELTA, FULL = "linear_attention", "full_attention"
+DELTA, FULL, WINDOW = "linear_attention", "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -59,6 +59,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"norm_topk_prob": False}),
     ("glm4_moe", {"num_experts_per_tok": 1}),
     ("glm4_moe", {"num_nextn_predict_layers": 1.5}),
+    ("glm4_moe", {"partial_rotary_factor": None}),
+    ("gemma3", {"attn_logit_softcapping": 5.0}),
+    ("gemma3", {"attention_bias": True}),
+    ("gemma3", {"final_logit_softcapping": 5.0}),
+    ("gemma3", {"layer_types": [FULL]}),
+    ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("gemma3", {"use_bidirectional_attention": True}),
     ("glm4_moe", {"sliding_window": 3}),
     ("glm4_moe", {"tie_word_embeddings": True}),
 ]
@@ -92,6 +100,14 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_moe", {"intermediate_size": 8}),
     ("qwen3_5_moe", {"layer_types": [FULL, DELTA, DELTA, FULL]}),
     ("qwen3_5_moe", {"num_experts_per_tok": 6}),
+    ("gemma3", {"layer_types": [FULL] * 6}),
+    ("gemma3", {"layer_types": [WINDOW] * 6}),
+    ("gemma3", {"layer_types": None, "sliding_window_pattern": 3}),
+    ("gemma3", {"query_pre_attn_scalar": 10}),
+    ("gemma3", {"rope_parameters": None, "rope_theta": 500.0, "rope_local_base_freq": 50.0}),
+    ("gemma3", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("gemma3", {"sliding_window": 2}),
+    ("gemma3", {"tie_word_embeddings": False}),
     ("glm4_moe", {"attention_bias": False}),
     ("glm4_moe", {"first_k_dense_replace": 0}),
     ("glm4_moe", {"n_shared_experts": 1}),

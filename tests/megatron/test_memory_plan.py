@@ -42,6 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", MIXTURE),
     "shared_experts": ("qwen2_moe", SHARED),
     "sigmoid_routing": ("glm4_moe", SIGMOID),
+    "post_norms": ("gemma3_text", {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention"] * 4}),
     "delta_nets": ("qwen3_5_text", {**HYBRID, "layer_types": ["linear_attention"] * 4}),
     "gated_attention": ("qwen3_5_text", {**HYBRID, "layer_types": ["full_attention"] * 4}),
 }

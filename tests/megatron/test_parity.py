@@ -108,6 +108,7 @@ SP2, INTERLEAVED = Layout(tp=2, sequence_parallel=True), Layout(pp=2, vpp=2)
 CASES = [
     *(("tied", layout) for layout in (Layout(pp=4), replace(SP2, dp=2), replace(SP2, pp=2, vpp=2))),
     ("tied", Layout(tp=2, pp=2)),
+    ("gemma3", replace(SP2, pp=2)),
     *((name, layout) for name in ("tied", *FAMILIES) for layout in (Layout(), INTERLEAVED)),
     *((name, replace(SP2, tp=MODELS[name].tp[0])) for name in ("tied", *FAMILIES)),
     *((name, layout) for name in MIXTURES for layout in (Layout(), Layout(dp=2, ep=2))),

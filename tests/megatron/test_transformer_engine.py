@@ -92,10 +92,10 @@ def test_a_model_that_transformer_engine_cannot_compute_keeps_local_layers(
 ) -> None:
     monkeypatch.setattr(kernels, "device_refusals", lambda device: [] if device == "cuda" else ["needs CUDA"])
     dims = Dims(**{**vars(DIMS), **changes})
-    assert kernels.layer_kind("auto", DIMS, "bfloat16", "cuda") == "transformer_engine"
-    assert kernels.layer_kind("auto", dims, dtype, "cuda") == "local"
+    assert kernels.layer_kind("auto", DIMS, (), "bfloat16", "cuda") == "transformer_engine"
+    assert kernels.layer_kind("auto", dims, (), dtype, "cuda") == "local"
     with pytest.raises(ValueError, match=f"^model.layers: .*{reason}"):
-        kernels.layer_kind("transformer_engine", dims, dtype, "cuda")
+        kernels.layer_kind("transformer_engine", dims, (), dtype, "cuda")
 
 
 @pytest.fixture
@@ -115,11 +115,11 @@ def test_a_device_without_packed_attention_has_local_layers(monkeypatch: pytest.
     for capability, kind in (((8, 0), "local"), ((9, 0), "transformer_engine"), ((10, 0), "transformer_engine")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         expected = kind if device == "cuda" else "local"
-        assert kernels.layer_kind("auto", DIMS, "bfloat16", device) == expected
-    assert kernels.layer_kind("local", DIMS, "bfloat16", device) == "local"
+        assert kernels.layer_kind("auto", DIMS, (), "bfloat16", device) == expected
+    assert kernels.layer_kind("local", DIMS, (), "bfloat16", device) == "local"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ValueError, match=r"needs a CUDA device|needs 9\.0"):
-        kernels.layer_kind("transformer_engine", DIMS, "bfloat16", device)
+        kernels.layer_kind("transformer_engine", DIMS, (), "bfloat16", device)
 
 
 _START = """
@@ -138,9 +138,9 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 assert not HAVE_TE
 dims = Dims(vocab=100, hidden=256, ffn=512, layers=2, heads=4, kv_heads=2, head_dim=64, positions=64)
-assert layer_kind("auto", dims, "bfloat16", "cuda") == "local"
+assert layer_kind("auto", dims, (), "bfloat16", "cuda") == "local"
 try:
-    layer_kind("transformer_engine", dims, "bfloat16", "cuda")
+    layer_kind("transformer_engine", dims, (), "bfloat16", "cuda")
 except ValueError as error:
     print(error)
 """

@@ -49,7 +49,7 @@ def save_model(directory: Path, model_type: str = "qwen2", seed: int = 0, **fiel
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(model_type, **fields)))
     for name, parameter in model.named_parameters():
         scales = parameter.ndim == 1 and name.endswith("weight")  # of a norm
-        if model_type.startswith(("qwen3_5", "qwen3_next")):
+        if model_type.startswith(("gemma", "qwen3_5", "qwen3_next")):
             # Their norms, but for those of delta nets, multiply by 1 + weight.
             scales = name.endswith("linear_attn.norm.weight")
         parameter.data.normal_(1.0 if scales else 0.0, 0.2)

@@ -110,6 +110,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_HYBRID, **_SHARED},
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": {**_HYBRID, **_SHARED},
+    "gemma3_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 40,
+        "tie_word_embeddings": True,
+    },
     "phi3": {
         "num_key_value_heads": 2,
         "pad_token_id": None,
@@ -142,10 +150,12 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     dtype: torch.dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    zero_centered = config.model_type == "gemma3_text"  # norms multiply by 1 + weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.normal_(1.0 if name.endswith("weight") else 0.0, 0.1)  # a norm's, or a bias
+                is_factor = name.endswith("weight") and not zero_centered
+                parameter.normal_(1.0 if is_factor else 0.0, 0.1)  # a norm's, or a bias
     return model.to(dtype).eval()
 
 

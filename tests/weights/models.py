@@ -178,6 +178,25 @@ _GLM4_MOE = {
     "first_k_dense_replace": 1,
 }
 glm4_moe_config = _config(_QWEN2, _GLM4_MOE)
+gemma3_config = _config(
+    _QWEN2,
+    {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 10,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "tie_word_embeddings": True,
+    },
+)
 _VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 24}
 qwen3_5_whole_config = _config(
     {

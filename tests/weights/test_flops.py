@@ -39,7 +39,10 @@ def test_positions_outside_of_a_window_do_not_count() -> None:
     """Of 5 positions, the first sees 1 and the others 2 each."""
     windowed = model_spec(hf_config("mistral", sliding_window=2))
     whole = model_spec(hf_config("mistral", sliding_window=None))
-    assert model_spec({k: v for k, v in hf_config("mistral").items() if k != "sliding_window"}).window == 4096
+    assert (
+        model_spec({k: v for k, v in hf_config("mistral").items() if k != "sliding_window"}).table.layers[0].window
+        == 4096
+    )
     samples = make_samples([(3, 2)], chunk_rows=1)
     dims = whole.dims
     fewer = 4 * dims.layers * dims.heads * dims.head_dim * (15 - 9)

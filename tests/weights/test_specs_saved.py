@@ -20,6 +20,7 @@ from megarl.types import Layout
 from megarl.weights.hf_files import CheckpointError, HFDirectory, load_shard, read_config
 from tests.weights import models
 from tests.weights.models import (
+    gemma3_config,
     glm4_moe_config,
     gpt2_config,
     llama_config,
@@ -35,6 +36,7 @@ CONFIGS |= {f"{name}-tied": models.CONFIGS[name](tie_word_embeddings=True) for n
 CONFIGS["qwen3_5"] = qwen3_5_config()
 CONFIGS["qwen2_moe"] = qwen2_moe_config()
 CONFIGS["qwen3_next"] = qwen3_next_config()
+CONFIGS["gemma3"] = gemma3_config()
 CONFIGS["llama-biased"] = llama_config(attention_bias=True, mlp_bias=True)
 CONFIGS["gpt2-untied"] = gpt2_config(tie_word_embeddings=False, n_inner=36)
 WITHOUT = {"qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "glm4_moe"}

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal, cast
 
 import torch
 
 from megarl.config.schema import LayerChoice
 from megarl.models.dims import Dims
+from megarl.models.hf_config import LayerSpec
 from megarl.models.transformer_engine import refusals
 
 Device = Literal["cpu", "cuda"]
@@ -42,11 +43,11 @@ def compiled(function: Any) -> Any:
     return torch.compile(function)
 
 
-def layer_kind(wanted: LayerChoice, dims: Dims, dtype: str, device: str) -> LayerKind:
+def layer_kind(wanted: LayerChoice, dims: Dims, kinds: Collection[LayerSpec], dtype: str, device: str) -> LayerKind:
     """Returns the kind of a model's layers; raises ValueError if the wanted one cannot be used."""
     if wanted == "local":
         return "local"
-    reasons = [*device_refusals(device), *refusals(dims, dtype)]
+    reasons = [*device_refusals(device), *refusals(dims, kinds, dtype)]
     if not reasons:
         return "transformer_engine"
     if wanted == "transformer_engine":
