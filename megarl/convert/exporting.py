@@ -53,9 +53,9 @@ def export_checkpoint(
             fixed = spec.fixed_dtypes()
             for name, info in tensors.items():
                 tensors[name] = replace(info, dtype=fixed.get(name, dtype))
-        if template is not None and spec.family.has_text_config and not has_weights(template):
-            problem = f"{template} has no weights, and the tensors beside the decoder's come from it"
-            raise UsageError(f"{problem}; name a directory of the whole model with --hf")
+        if template is not None and spec.untrained and not has_weights(template):
+            problem = f"{template} has no weights, and tensors that are not trained come from it"
+            raise UsageError(f"{problem} ({', '.join(spec.untrained)}); name a directory of the model with --hf")
         others = open_untrained(origin, spec)
         sources = sources.with_whole(others)
         tensors |= {name: tensor.info for name, tensor in others.items()}

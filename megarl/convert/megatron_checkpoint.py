@@ -156,7 +156,7 @@ def open_checkpoint(
     """
     canonical = spec.canonical(head)
     if found.role is None:
-        index = _stacked(DCPIndex.read(found.directory), layers=len(spec.table.kinds) == 1)
+        index = _stacked(DCPIndex.read(found.directory), layers=spec.table.is_uniform)
         embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
         rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])
         maps = [spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=te) for te in (True, False)]

@@ -78,13 +78,13 @@ class PackParams(PackedSeqParams):
     Args:
         positions: [S] int64, each position's index in its sequence.
         sequences: without rope's ends, which Transformer Engine would take for padding.
-        local_rope: [S, 1, 1, D] float32, angles of layers with windows that have their own; ``PackedModel`` sets it.
+        local_angles: [S, 1, 1, D] float32, angles of layers with windows that have their own; ``PackedModel`` sets it.
     """
 
     shape: PackShape
     positions: Tensor
     sequences: PackedSeqParams
-    local_rope: Tensor | None = None
+    local_angles: Tensor | None = None
 
     @classmethod
     def of(cls, shape: PackShape, tensors: Mapping[str, Tensor]) -> PackParams:

@@ -47,7 +47,7 @@ class LocalRopeAttention(SelfAttention):
         return super().forward(
             hidden_states,
             attention_mask,
-            rotary_pos_emb=packed_seq_params.local_rope,
+            rotary_pos_emb=packed_seq_params.local_angles,
             packed_seq_params=packed_seq_params,
             **options,
         )

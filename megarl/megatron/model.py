@@ -192,7 +192,7 @@ class PackedModel(GPTModel):
             rope = rope[rows]
         if self._local_angles is not None:
             half = rows.float().outer(self._local_angles)
-            packed_seq_params.local_rope = torch.cat((half, half), dim=-1)[:, None, None]
+            packed_seq_params.local_angles = torch.cat((half, half), dim=-1)[:, None, None]
         if embedded is not None and self._embedding_scale is not None:
             embedded = embedded * torch.full_like(embedded[:1, :1, :1], self._embedding_scale)
         return embedded, rope, *rest

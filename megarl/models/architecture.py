@@ -254,11 +254,10 @@ class ModelSpec:
         outside = (*self._first(), *self.table.final, *self._output(head))
         groups: list[_PrefixedStacks] = [("", "", self._stacks(outside, "megatron", coords))]
         stacks = self._stacks_of_kinds("megatron", coords)
-        alike = len(stacks) == 1
         for i, kind in enumerate(self.table.layers):
             local = self.table.layer_prefix.megatron.format(i)
             leading: tuple[Shape, Shape] = ((), ())
-            if alike:
+            if self.table.is_uniform:
                 local = self.table.layer_prefix.megatron.removesuffix("{}.")
                 leading = ((i,), (self.dims.layers,))
             norms = [DELTA_NET_NORM if kind.is_delta_net else INPUT_NORM]
@@ -428,7 +427,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     dims = reader.dims()
     rope: Rope | None = None
     local_rope: Rope | None = None
-    if family.local_rope:
+    if family.has_local_rope:
         rope, local_rope = read_ropes(reader, dims.head_dim, dims.positions)
     elif family.rotary:
         rope = read_rope(reader, dims.head_dim, dims.positions)

@@ -28,7 +28,7 @@ DOWN = RowParallel(names=Names("mlp.down_proj", "mlp.linear_fc2"), inputs="ffn")
 INPUT_NORM = Replicated(names=Names("input_layernorm", "input_layernorm"))
 MLP_NORM = Replicated(names=Names("post_attention_layernorm", "pre_mlp_layernorm"))
 PRE_MLP_NORM = Replicated(names=Names("pre_feedforward_layernorm", "pre_mlp_layernorm"))
-"""That of families with norms after attention and MLP, which are these."""
+"""The norm before the MLP in families whose ``post_attention_layernorm`` follows the attention."""
 POST_ATTENTION_NORM = Replicated(
     names=Names("post_attention_layernorm", "self_attention.linear_proj.post_layernorm"),
 )
@@ -81,10 +81,10 @@ def llama_table(
         mixer: tuple[ParamType, ...] = attention
         if layer in delta_nets:
             mixer = (delta_net,)
-        channels = mixtures.get(layer, mlp)
-        params = (INPUT_NORM, *mixer, MLP_NORM, *channels)
+        mlp_params = mixtures.get(layer, mlp)
+        params = (INPUT_NORM, *mixer, MLP_NORM, *mlp_params)
         if post_norms:
-            params = (INPUT_NORM, *mixer, POST_ATTENTION_NORM, PRE_MLP_NORM, *channels, POST_MLP_NORM)
+            params = (INPUT_NORM, *mixer, POST_ATTENTION_NORM, PRE_MLP_NORM, *mlp_params, POST_MLP_NORM)
         has_window = layer not in delta_nets and (windows is None or layer in windows)
         layers.append(LayerSpec(params, window if has_window else None, post_norms))
     return ParamTable(
@@ -107,8 +107,8 @@ def llama_table(
     )
 
 
-def most_layers(read: HFConfigReader, kind: str, *, interval: str, default: int) -> list[bool]:
-    """Reads which layers are of a kind.
+def layers_of_type(read: HFConfigReader, kind: str, *, interval: str, default: int) -> list[bool]:
+    """Reads for each layer whether it is of a type that most layers have.
 
     ``layer_types`` says so, or else the field ``interval``: all but each such are.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megarl.models.decoder_tables import HEAD_NORMS, llama_table, most_layers
+from megarl.models.decoder_tables import HEAD_NORMS, layers_of_type, llama_table
 from megarl.models.hf_config import Family, HFConfigReader, ParamTable
 
 
@@ -18,7 +18,10 @@ def _gemma3(read: HFConfigReader) -> ParamTable:
     read.require("use_bidirectional_attention", False, only="causal decoders")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         read.require(name, only="logits without a cap")
-    with_window = most_layers(read, "sliding_attention", interval="sliding_window_pattern", default=6)
+    read.require("hidden_act", "gelu_pytorch_tanh", only="gelu_pytorch_tanh, which vLLM has")
+    if "sliding_window_pattern" in read.config and read.get("layer_types") is None:
+        read.positive("sliding_window_pattern")  # where it is null, transformers computes nothing
+    with_window = layers_of_type(read, "sliding_attention", interval="sliding_window_pattern", default=6)
     return llama_table(
         read,
         head_norms=HEAD_NORMS,
@@ -52,6 +55,6 @@ GEMMA3 = Family(
     },
     activation="gelu_tanh",
     rope_types=("default", "linear"),
-    local_rope=True,
+    has_local_rope=True,
     layer_types=("full_attention", "sliding_attention"),
 )

@@ -79,6 +79,11 @@ class ParamTable:
         return tuple(dict.fromkeys(self.layers))
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have the same parameters, which Megatron's checkpoints stack then."""
+        return len({kind.params for kind in self.kinds}) == 1
+
+    @property
     def delta_nets(self) -> int:
         """Number of layers that are gated delta nets.
 
@@ -99,7 +104,7 @@ class Family:
         rotary: whether positions are rotary; otherwise they are learned.
         partial_rotary: whether a part of each head may be rotated.
         rope_types: HF's types of rope that the engines take; empty: all.
-        local_rope: whether layers with windows have rotary embeddings of their own.
+        has_local_rope: whether layers with windows have rotary embeddings of their own.
         unused_rope: fields of ``rope_parameters`` that do not matter for text.
         layer_types: HF's types of layers that it may have.
         mlp_ratio: default ratio of the MLP's channels to the hidden ones.
@@ -122,7 +127,7 @@ class Family:
     rotary: bool = True
     partial_rotary: bool = False
     rope_types: tuple[str, ...] = ()
-    local_rope: bool = False
+    has_local_rope: bool = False
     unused_rope: tuple[str, ...] = ()
     layer_types: tuple[str, ...] = ("full_attention",)
     mlp_ratio: int | None = None

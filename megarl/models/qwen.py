@@ -9,8 +9,8 @@ from typing import Any, cast
 from megarl.models.decoder_tables import (
     HEAD_NORMS,
     QKV,
+    layers_of_type,
     llama_table,
-    most_layers,
     qwen_mixture,
 )
 from megarl.models.hf_config import Family, HFConfigReader, ParamTable
@@ -164,7 +164,7 @@ def _hybrid(
     read.require("output_gate_type", "silu", "swish", only="silu, which transformers assumes")
     read.require("layer_scale", False, only="layers without scales")
     read.require("sliding_window", only="full attention, which transformers assumes")
-    delta_nets = most_layers(read, "linear_attention", interval="full_attention_interval", default=4)
+    delta_nets = layers_of_type(read, "linear_attention", interval="full_attention_interval", default=4)
     frequency: list[int] | int = 1  # layers that are all alike are one tensor in checkpoints
     if 0 < sum(delta_nets) < len(delta_nets):
         frequency = [int(is_delta_net) for is_delta_net in delta_nets]

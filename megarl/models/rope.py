@@ -62,11 +62,16 @@ def read_ropes(read: HFConfigReader, head_dim: int, positions: int) -> tuple[Rop
     Where it is absent, ``rope_scaling`` is that of full attention.
     """
     found: Any = read.get("rope_parameters")
-    by_type: Mapping[str, Any] = {"full_attention": read.get("rope_scaling")}
+    scaling: Any = read.get("rope_scaling")
+    if isinstance(scaling, Mapping) and "rope_type" not in scaling and scaling:
+        read.problem(
+            "rope_scaling", cast(object, scaling), "has no rope_type, which transformers reads here, and not type"
+        )
+    by_type: Mapping[str, Any] = {"full_attention": scaling}
     if isinstance(found, Mapping) and set(cast(Mapping[str, Any], found)) <= set(_BASES):
         by_type = cast(Mapping[str, Any], found)
-        if read.get("rope_scaling") not in (None, {}):
-            read.problem("rope_scaling", read.get("rope_scaling"), "is stated beside rope_parameters; keep one of them")
+        if scaling not in (None, {}):
+            read.problem("rope_scaling", cast(object, scaling), "is stated beside rope_parameters; keep one of them")
     elif found is not None:
         read.problem("rope_parameters", cast(object, found), f"is not by type of layer, {', '.join(_BASES)}")
     ropes: list[Rope] = []
@@ -75,8 +80,9 @@ def read_ropes(read: HFConfigReader, head_dim: int, positions: int) -> tuple[Rop
         if not isinstance(stated, Mapping):
             read.problem("rope_parameters", stated, "does not hold keys and values")
             stated = {}
-        complete = {"rope_theta": read.get(base), **cast(Mapping[str, Any], stated)}
-        ropes.append(_read_parameters(read, complete, head_dim, positions))
+        parameters = cast(Mapping[str, Any], stated)
+        theta = read.as_number(base, parameters.get("rope_theta", read.get(base)))
+        ropes.append(_read_parameters(read, parameters, theta, head_dim, positions))
     return ropes[0], ropes[1]
 
 
@@ -88,10 +94,20 @@ def read_rope(read: HFConfigReader, head_dim: int, positions: int) -> Rope:
     if not isinstance(found, Mapping):
         read.problem("rope_parameters", found, "does not hold keys and values")
         found = {}
-    return _read_parameters(read, cast(Mapping[str, Any], found), head_dim, positions)
+    stated = cast(Mapping[str, Any], found)
+    base: Any = stated.get("rope_theta") or read.get("rope_theta")
+    if base is None:
+        read.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
+        base = 1.0
+    else:
+        base = read.as_number("rope_theta", base)
+    return _read_parameters(read, stated, base, head_dim, positions)
 
 
-def _read_parameters(read: HFConfigReader, stated: Mapping[str, Any], head_dim: int, positions: int) -> Rope:
+def _read_parameters(
+    read: HFConfigReader, stated: Mapping[str, Any], base: float, head_dim: int, positions: int
+) -> Rope:
+    """Reads all but the base."""
     kind: Any = stated.get("rope_type") or stated.get("type") or "default"
     if not isinstance(kind, str) or kind not in _FIELDS:
         read.problem("rope_type", kind, f"is not supported; supported are {', '.join(_FIELDS)}")
@@ -101,12 +117,6 @@ def _read_parameters(read: HFConfigReader, stated: Mapping[str, Any], head_dim: 
     supported = read.family.rope_types
     if supported and kind not in supported:
         read.problem("rope_type", kind, f"is not supported; supported are {', '.join(supported)}")
-    base: Any = stated.get("rope_theta") or read.get("rope_theta")
-    if base is None:
-        read.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
-        base = 1.0
-    else:
-        base = read.as_number("rope_theta", base)
     share = _share(read, stated, head_dim)
     parameters = {name: stated[name] for name in _FIELDS[kind] if stated.get(name) is not None}
     original: int | None = None

@@ -149,8 +149,8 @@ def sequence_bytes(model: ModelSpec, rollout: Rollout) -> int:
 def _longest_bytes(model: ModelSpec, rollout: Rollout) -> int:
     """Returns what one model keeps of a sequence of the largest length, on a rank.
 
-    Attention has a block for each part of the sequence, a delta net one block for all of it. Layers with
-    windows need fewer; they are counted as the others.
+    Attention has a block for each part of the sequence, a delta net one block for all of it. With a window,
+    vLLM (0.32) asks for one more, as a sequence may be in flight as a whole.
     """
     positions, block = _block(model, rollout.tp)
     blocks = math.ceil(rollout.positions / positions)
@@ -163,7 +163,11 @@ def _longest_bytes(model: ModelSpec, rollout: Rollout) -> int:
         group = max(counts.values())
     total = 0
     for kind, layers in counts.items():
-        of_layer = 1 if kind == _DELTA_NET else blocks
+        of_layer = blocks
+        if kind == _DELTA_NET:
+            of_layer = 1
+        elif kind is not None:
+            of_layer = blocks + 1
         total += math.ceil(layers / group) * group * of_layer
     return block * total
 

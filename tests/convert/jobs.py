@@ -87,13 +87,13 @@ def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any,
     return spec, model, _sharded(model, {})
 
 
-def _own_delta_net(ours: Any, config: Any, kind: Any, norm: Any) -> Any:
+def _own_delta_net(ours: Any, config: Any, spec: Any, kind: Any, norm: Any) -> Any:
     """The layer with Megatron's delta net; the norm before it is a part of it, as in Transformer Engine."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    layer = ours(config, kind, norm)
+    layer = ours(config, spec, kind, norm)
     if kind.is_delta_net:
         linear: dict[str, Any] = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
         parts = GatedDeltaNetSubmodules(**linear, out_norm=norm)

@@ -35,6 +35,7 @@ CASES = {
     "qwen2_moe": (models.qwen2_moe_config(num_hidden_layers=3), [Layout(pp=2, dp=2, ep=2)]),
     "glm4_moe": (models.glm4_moe_config(dtype="bfloat16"), [Layout(pp=2, dp=2, ep=2)]),
     "qwen3_next": (models.qwen3_next_config(dtype="bfloat16"), [Layout(tp=2, dp=2, ep=2, sequence_parallel=True)]),
+    "gemma3": (models.gemma3_config(), [Layout(tp=2, pp=2), Layout(pp=2, vpp=2)]),
     "several_kinds": (models.CONFIGS["several_kinds"](), [Layout(pp=2, dp=2, ep=2)]),
     "qwen3_5": (models.qwen3_5_config(dtype="bfloat16"), [Layout(tp=2, pp=2), Layout(pp=2, vpp=2)]),
 }
@@ -85,7 +86,7 @@ def test_megatron_lm_loads_an_import(tmp_path: Path, pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"non_homogeneous_layers": True}, {"singleton_local_shards": True}], ids=str)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "several_kinds"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma3", "several_kinds"])
 def test_export_reads_one_tensor_per_layer(
     family: str, metadata: dict[str, Any], tmp_path: Path, pool: RankPool
 ) -> None:

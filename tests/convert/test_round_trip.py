@@ -133,7 +133,7 @@ def test_what_is_not_trained_passes_through(tmp_path: Path) -> None:
         file.unlink()
     lost = sorted(name for name in tensors if name.startswith(("model.visual", "mtp")))
     assert compare(tmp_path / "gone", tmp_path / "ckpt")[1] == [f"{name}: missing in hf" for name in lost]
-    with pytest.raises(UsageError, match="has no weights, and the tensors beside the decoder's come from it"):
+    with pytest.raises(UsageError, match="has no weights, and tensors that are not trained come from it"):
         export_checkpoint(tmp_path / "ckpt", tmp_path / "again", template=tmp_path / "ckpt/hf")
 
 
