@@ -294,6 +294,8 @@ class ModelSpec:
                 "linear_value_head_dim": self.dims.delta.value_dim,
                 "linear_conv_kernel_dim": self.dims.delta.width,
             }
+        if self.dims.shared_ffn:
+            fields["moe_shared_expert_intermediate_size"] = self.dims.shared_ffn
         window = self.table.layers[0].window
         if window is not None and all(kind.window == window for kind in self.table.kinds):
             fields["window_size"] = (window - 1, 0)

@@ -165,35 +165,32 @@ def routing(read: HFConfigReader, mixtures: Collection[int], *, renormalised: bo
     }
 
 
+EXPERTS = Experts(module="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
+"""The routed experts of Qwen and GLM."""
+
+
+def _shared_expert(hf: str) -> tuple[ParamType, ...]:
+    """Returns the MLP for all tokens of a layer with experts, by its module in files and in vLLM."""
+    return (
+        ColumnParallel(
+            hf=(f"{hf}.gate_proj", f"{hf}.up_proj"),
+            megatron="mlp.shared_experts.linear_fc1",
+            vllm=f"{hf}.gate_up_proj",
+            outputs="shared_ffn",
+        ),
+        RowParallel(names=Names(f"{hf}.down_proj", "mlp.shared_experts.linear_fc2"), inputs="shared_ffn"),
+    )
+
+
 _GATED_SHARED_EXPERT: tuple[ParamType, ...] = (
-    ColumnParallel(
-        hf=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-        megatron="mlp.shared_experts.linear_fc1",
-        vllm="mlp.shared_expert.gate_up_proj",
-        outputs="shared_ffn",
-    ),
-    RowParallel(
-        names=Names("mlp.shared_expert.down_proj", "mlp.shared_experts.linear_fc2"),
-        inputs="shared_ffn",
-    ),
+    *_shared_expert("mlp.shared_expert"),
     Replicated(
         names=Names("mlp.shared_expert_gate.weight", "mlp.shared_experts.gate_weight"),
         shape=("one", "hidden"),
         bare=True,
     ),
 )
-SHARED_EXPERTS: tuple[ParamType, ...] = (
-    ColumnParallel(
-        hf=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-        megatron="mlp.shared_experts.linear_fc1",
-        vllm="mlp.shared_experts.gate_up_proj",
-        outputs="shared_ffn",
-    ),
-    RowParallel(
-        names=Names("mlp.shared_experts.down_proj", "mlp.shared_experts.linear_fc2"),
-        inputs="shared_ffn",
-    ),
-)
+SHARED_EXPERTS = _shared_expert("mlp.shared_experts")
 """Those of DeepSeek and GLM, without a gate: one MLP for all of them."""
 SIGMOID_ROUTER: tuple[ParamType, ...] = (
     Replicated(
@@ -223,9 +220,6 @@ def sigmoid_routing(read: HFConfigReader, mixtures: Collection[int]) -> dict[str
     fields["moe_router_enable_expert_bias"] = True
     fields["moe_router_topk_scaling_factor"] = read.number("routed_scaling_factor")
     fields["moe_router_dtype"] = "fp32"
-    fields["moe_shared_expert_intermediate_size"] = read.positive("n_shared_experts") * read.positive(
-        "moe_intermediate_size"
-    )
     return fields
 
 
@@ -242,17 +236,10 @@ def qwen_mixture(
     Args:
         renormalised: see ``routing``.
     """
-    experts = Experts(
-        module="mlp.experts",
-        gate="gate_proj",
-        up="up_proj",
-        down="down_proj",
-    )
-    params = mixture("mlp.gate", experts)
+    params = mixture("mlp.gate", EXPERTS)
     fields = routing(read, layers, renormalised=renormalised)
     if read.family.shared_expert == "gated":
         params = (*params, *_GATED_SHARED_EXPERT)
-        fields["moe_shared_expert_intermediate_size"] = read.positive("shared_expert_intermediate_size")
         fields["moe_shared_expert_gate"] = True
     return dict.fromkeys(layers, params), fields
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megarl.models.decoder_tables import (
     DOWN,
+    EXPERTS,
     GATE_UP,
     HEAD_NORMS,
     QKV,
@@ -207,8 +208,7 @@ def _glm4_moe(read: HFConfigReader) -> ParamTable:
     if type(dense) is not int or not 0 <= dense < layers:
         read.problem("first_k_dense_replace", dense, f"is not a number of the {layers} layers, fewer than all")
         dense = 0
-    experts = Experts(module="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
-    params = (*SIGMOID_ROUTER, experts, *SHARED_EXPERTS)
+    params = (*SIGMOID_ROUTER, EXPERTS, *SHARED_EXPERTS)
     mixtures = dict.fromkeys(range(dense, layers), params)
     read.require("tie_word_embeddings", False, only="False: vLLM's GLM-4.5 has an output layer")
     read.require("sliding_window", only="full attention, which transformers assumes")

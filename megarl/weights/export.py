@@ -135,9 +135,7 @@ def _copy_untrained(
     """Writes tensors of another directory into the files, part by part."""
     import torch
 
-    file_of: dict[str, SafetensorsFile] = {}
-    for file in files:
-        file_of.update(dict.fromkeys(file.tensors, file))
+    file_of = _files_by_tensor(files)
     for name in names:
         file = file_of[name]
         info = file.tensors[name]
@@ -149,6 +147,13 @@ def _copy_untrained(
             data[written : written + len(block)] = block
             written += len(block)
         data.flush()
+
+
+def _files_by_tensor(files: Sequence[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    found: dict[str, SafetensorsFile] = {}
+    for file in files:
+        found.update(dict.fromkeys(file.tensors, file))
+    return found
 
 
 def create_files(directory: Path, files: Sequence[SafetensorsFile]) -> None:
@@ -174,9 +179,7 @@ def _write(
     directory: Path, files: Sequence[SafetensorsFile], copies: Sequence[Copy], params: Mapping[str, torch.Tensor]
 ) -> None:
     """Writes boxes of local parameters into the files."""
-    file_of: dict[str, SafetensorsFile] = {}
-    for file in files:
-        file_of.update(dict.fromkeys(file.tensors, file))
+    file_of = _files_by_tensor(files)
     open_files: dict[str, np.memmap[Any, np.dtype[np.uint8]]] = {}
     for copy in copies:
         file = file_of[copy.target]
