@@ -148,19 +148,23 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackParams,
         **_unused: Any,
     ) -> Tensor:
-        """[S, H, D], twice [S, K, D] -> [S, H * D]; ``attention_mask`` is None."""
+        """[S, H, D], twice [S, K, D] -> [S, H * D]; values may be narrower; ``attention_mask`` is None."""
         assert attention_mask is None, "packed attention takes its mask from the sequences' ends"
+        width = value.shape[2]
+        if narrower := query.shape[2] - width:
+            value = F.pad(value, (0, narrower))
         if kernel_takes(query):
-            return self._variable_length(query, key, value, packed_seq_params)
-        return self._by_rectangle(query, key, value, packed_seq_params.arrangement)
+            output = self._variable_length(query, key, value, packed_seq_params)
+        else:
+            output = self._by_rectangle(query, key, value, packed_seq_params.arrangement)
+        return output[..., :width].flatten(1)
 
     def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, pack: PackParams) -> Tensor:
         # It imports torch's compiler, which takes a third of a second.
         from torch.nn.attention.varlen import varlen_attn
 
         gqa = query.shape[1] != key.shape[1]
-        size = query.shape[2]
-        if missing := -size % HEAD_STEP:
+        if missing := -query.shape[2] % HEAD_STEP:
             query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
         output: Any = varlen_attn(
             query,
@@ -174,7 +178,7 @@ class PackedAttention(torch.nn.Module):
             window_size=(self.earlier, 0),
             enable_gqa=gqa,
         )
-        return output[..., :size].flatten(1)
+        return output
 
     def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, arrangement: Arrangement) -> Tensor:
         """Causal attention does not see padding at the ends; the outputs of padding are not read."""
@@ -196,7 +200,7 @@ class PackedAttention(torch.nn.Module):
                 scale=self.scale,
                 enable_gqa=gqa,
             )
-            parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+            parts.append(out.transpose(1, 2).flatten(0, 1))
         return arrangement.collect(torch.cat(parts))
 
     def _mask(self, length: int, device: torch.device) -> Tensor | None:

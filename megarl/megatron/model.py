@@ -43,6 +43,7 @@ from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
 from megarl.megatron.delta_net import DeltaNet
 from megarl.megatron.experts import GroupedExperts, SharedExpert
+from megarl.megatron.latent_attention import LatentAttention
 from megarl.megatron.layer_options import LocalRopeAttention, PostNormLinear
 from megarl.megatron.platform.kernels import LayerKind, layer_kind
 from megarl.megatron.rotary import rotations
@@ -407,6 +408,9 @@ def _local_layer(config: TransformerConfig, spec: ModelSpec, kind: LayerSpec, no
     layer.submodules.pre_mlp_layernorm = norm
     if kind.is_delta_net:
         layer.submodules.self_attention = DeltaNet
+        return layer
+    if spec.dims.mla is not None:
+        layer.submodules.self_attention = ModuleSpec(LatentAttention, params={"dims": spec.dims, "norm": norm})
         return layer
     if spec.local_rope is not None and kind.window is not None:
         layer.submodules.self_attention.module = LocalRopeAttention

@@ -20,14 +20,14 @@ def rotations(spec: ModelSpec, rope: Rope) -> tuple[Tensor, float]:
     """
     dims = spec.dims
     if rope.kind == "default":
-        width = int(dims.head_dim * rope.share)
+        width = int(dims.rotary_dim * rope.share)
         return 1 / rope.base ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
     with distributions_by_records():
         from transformers import PretrainedConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     fields: dict[str, Any] = {
         "rope_parameters": dict(rope.parameters),
-        "head_dim": dims.head_dim,
+        "head_dim": dims.rotary_dim,
         "hidden_size": dims.hidden,
         "num_attention_heads": dims.heads,
         "max_position_embeddings": dims.positions,

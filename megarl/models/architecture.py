@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.decoder_fields import TEXT_CONFIG, decoder_fields
-from megarl.models.checkpoint_keys import in_checkpoint, parts_in_checkpoint
+from megarl.models.checkpoint_keys import fused_norms, in_checkpoint, parts_in_checkpoint
 from megarl.models.dims import Dims, Engine
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import (
@@ -30,7 +30,6 @@ from megarl.models.param_types import (
     canonical_shapes,
 )
 from megarl.models.rope import Rope, read_rope, read_ropes
-from megarl.models.transformer_engine import DELTA_NET_NORM, INPUT_NORM, MLP_NORM
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Box, Manifest, Shape, Shard, ShardMap, TensorInfo
 
@@ -247,8 +246,8 @@ class ModelSpec:
 
         Args:
             vocab_rows: rows of embedding and output layer, with padding; by default the vocabulary.
-            transformer_engine: whether the modules are Transformer Engine's; otherwise the norm
-                before the experts has another key.
+            transformer_engine: whether the modules are Transformer Engine's; otherwise some norms
+                have other keys.
         """
         coords = ShardCoords(vocab_rows=vocab_rows or self.dims.vocab)
         outside = (*self._first(), *self.table.final, *self._output(head))
@@ -260,9 +259,7 @@ class ModelSpec:
             if self.table.is_uniform:
                 local = self.table.layer_prefix.megatron.removesuffix("{}.")
                 leading = ((i,), (self.dims.layers,))
-            norms = [DELTA_NET_NORM if kind.is_delta_net else INPUT_NORM]
-            if not kind.is_mixture or not transformer_engine:
-                norms.append(MLP_NORM)
+            norms = fused_norms(self.dims, kind, transformer_engine=transformer_engine)
             stored: list[Stack] = []
             for stack in stacks[kind]:
                 for part in parts_in_checkpoint(stack):
@@ -432,7 +429,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     if family.has_local_rope:
         rope, local_rope = read_ropes(reader, dims.head_dim, dims.positions)
     elif family.rotary:
-        rope = read_rope(reader, dims.head_dim, dims.positions)
+        rope = read_rope(reader, dims.rotary_dim, dims.positions)
     stored = reader.dtype()
     activations = HF_ACTIVATIONS[family.activation]
     reader.require("hidden_act", *activations, only=", ".join(activations))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megarl.models.dims import Dims
+from megarl.models.hf_config import LayerSpec
 from megarl.models.param_stacks import Stack
 from megarl.models.param_types import MEGATRON_EXPERTS
-from megarl.models.transformer_engine import NormNames
+from megarl.models.transformer_engine import DELTA_NET_NORM, INPUT_NORM, LATENT_NORMS, MLP_NORM, NormNames
 from megarl.weights.shard_map import Shape
 
 _SEPARATE: Mapping[str, tuple[str, ...]] = {
@@ -15,6 +17,25 @@ _SEPARATE: Mapping[str, tuple[str, ...]] = {
     "self_attention.conv1d.weight": ("query", "key", "value"),
 }
 """Parameters whose parts are stored one by one, and the names of these."""
+
+
+def fused_norms(dims: Dims, kind: LayerSpec, *, transformer_engine: bool) -> list[NormNames]:
+    """Returns a layer's norms that checkpoints store by the names of Transformer Engine.
+
+    Megatron's local layers store most of them by these too, but none with latent attention
+    (models/gpt/gpt_layer_specs.py, megatron-core 0.19.2).
+    """
+    if dims.mla is not None and not transformer_engine:
+        return []
+    if dims.mla is not None:
+        norms = list(LATENT_NORMS)
+    elif kind.is_delta_net:
+        norms = [DELTA_NET_NORM]
+    else:
+        norms = [INPUT_NORM]
+    if not kind.is_mixture or not transformer_engine:
+        norms.append(MLP_NORM)
+    return norms
 
 
 def parts_in_checkpoint(stack: Stack) -> list[Stack]:
@@ -41,7 +62,7 @@ def in_checkpoint(stack: Stack, leading: tuple[Shape, Shape], norms: Sequence[No
     Args:
         leading: index and extent of the axis of layers; both are empty without one.
         norms: those with the names that they have where Transformer Engine fuses them into the linear layer that
-            follows (``sharded_state_dict_keys_map`` of models/gpt/gpt_layer_specs.py).
+            follows.
     """
     param = stack.param
     at = (*leading[0], *stack.at)

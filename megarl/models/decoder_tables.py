@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from megarl.models.hf_config import HFConfigReader, LayerSpec, ParamTable
@@ -18,10 +19,15 @@ from megarl.models.param_types import (
     VocabRows,
 )
 
+_MAX_MTP_LAYERS = 64
 QKV = FusedQKV(
     hf=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     megatron="self_attention.linear_qkv",
     vllm="self_attn.qkv_proj",
+)
+HEAD_NORMS: tuple[ParamType, ...] = tuple(
+    Replicated(names=Names(f"self_attn.{of}_norm", f"self_attention.{of}_layernorm"), shape=("head",))
+    for of in ("q", "k")
 )
 GATE_UP = ColumnParallel(hf=("mlp.gate_proj", "mlp.up_proj"), megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj")
 DOWN = RowParallel(names=Names("mlp.down_proj", "mlp.linear_fc2"), inputs="ffn")
@@ -35,16 +41,30 @@ POST_ATTENTION_NORM = Replicated(
 POST_MLP_NORM = Replicated(names=Names("post_feedforward_layernorm", "mlp.linear_fc2.post_layernorm"))
 
 
+def full_attention(
+    *, head_norms: tuple[ParamType, ...] = (), bias: bool = False, output_bias: bool = False, gated: bool = False
+) -> tuple[ParamType, ...]:
+    """Returns the parameters of attention with grouped heads.
+
+    Args:
+        head_norms: norms of each head's query and key.
+        bias: whether queries, keys and values have biases.
+        output_bias: whether the output projection has one.
+        gated: whether queries come with gates of the outputs.
+    """
+    names = Names("self_attn.o_proj", "self_attention.linear_proj")
+    output = RowParallel(names=names, inputs="attention", bias=output_bias)
+    return (replace(QKV, bias=bias, gated=gated), *head_norms, output)
+
+
 def llama_table(
     read: HFConfigReader,
     *,
-    qkv: FusedQKV = QKV,
-    head_norms: tuple[ParamType, ...] = (),
+    attention: tuple[ParamType, ...] | None = None,
     mlp: tuple[ParamType, ...] = (GATE_UP, DOWN),
     experts: Mapping[int, tuple[ParamType, ...]] | None = None,
     delta_nets: Collection[int] = (),
     delta_net: DeltaNetParams = DeltaNetParams(),  # noqa: B008 (frozen)
-    output_bias: bool = False,
     window: int | None = None,
     windows: Collection[int] | None = None,
     post_norms: bool = False,
@@ -56,12 +76,11 @@ def llama_table(
     """Returns Llama's parameters, with what differs in other families.
 
     Args:
-        head_norms: norms of each head's query and key.
+        attention: parameters of the attention; None: those of ``full_attention``.
         mlp: the MLP.
         experts: router and experts of the layers that have them in place of the MLP.
         delta_nets: layers with a gated delta net in place of attention.
         delta_net: its parameters.
-        output_bias: whether the attention's output projection has a bias.
         window: last positions, its own included, that each one sees; None: all.
         windows: layers with the window; None: all.
         post_norms: whether norms follow attention and MLP.
@@ -69,12 +88,8 @@ def llama_table(
         untrained, embedding_scale: see ``ParamTable``.
         megatron: additional fields of ``TransformerConfig``.
     """
-    attention_output = Names("self_attn.o_proj", "self_attention.linear_proj")
-    attention = (
-        qkv,
-        *head_norms,
-        RowParallel(names=attention_output, inputs="attention", bias=output_bias),
-    )
+    if attention is None:
+        attention = full_attention()
     mixtures = experts or {}
     layers: list[LayerSpec] = []
     for layer in range(read.positive("num_hidden_layers")):
@@ -100,7 +115,7 @@ def llama_table(
             "normalization": "RMSNorm",
             "layernorm_epsilon": read.number("rms_norm_eps"),
             "gated_linear_unit": True,
-            "add_qkv_bias": qkv.bias,
+            "add_qkv_bias": any(isinstance(each, FusedQKV) and each.bias for each in attention),
             "add_bias_linear": False,
             **(megatron or {}),
         },
@@ -131,12 +146,6 @@ def layers_of_type(read: HFConfigReader, kind: str, *, interval: str, default: i
     if len(found) != layers:
         read.problem("layer_types", len(found), f"types are not those of {layers} layers")
     return found
-
-
-HEAD_NORMS: tuple[ParamType, ...] = tuple(
-    Replicated(names=Names(f"self_attn.{of}_norm", f"self_attention.{of}_layernorm"), shape=("head",))
-    for of in ("q", "k")
-)
 
 
 def routing(read: HFConfigReader, mixtures: Collection[int], *, renormalised: bool) -> dict[str, Any]:
@@ -192,7 +201,7 @@ _GATED_SHARED_EXPERT: tuple[ParamType, ...] = (
 )
 SHARED_EXPERTS = _shared_expert("mlp.shared_experts")
 """Those of DeepSeek and GLM, without a gate: one MLP for all of them."""
-SIGMOID_ROUTER: tuple[ParamType, ...] = (
+SIGMOID_ROUTER = (
     Replicated(
         names=Names("mlp.gate", "mlp.router"),
         shape=("experts", "hidden"),
@@ -209,18 +218,59 @@ SIGMOID_ROUTER: tuple[ParamType, ...] = (
 """A router that adds a bias, which is not trained, to the scores by which it chooses."""
 
 
+def _groups(read: HFConfigReader) -> dict[str, Any]:
+    """Returns the fields of ``TransformerConfig`` of experts in groups, of which a few are chosen first.
+
+    Megatron (0.19, moe_utils.py) adds up as many scores of a group as a token has experts in each
+    chosen group, transformers and vLLM two.
+    """
+    groups = read.positive("n_group")
+    chosen = read.positive("topk_group")
+    experts = read.positive("num_experts")
+    if groups == 1:
+        read.require("topk_group", 1, only="1: experts without groups")
+        return {}
+    if experts % groups or experts < 2 * groups or chosen > groups:
+        rule = f"does not divide the {experts} experts into two or more, or is below topk_group, {chosen}"
+        read.problem("n_group", groups, rule)
+    elif read.positive("num_experts_per_tok") != 2 * chosen:
+        read.problem(
+            "topk_group", chosen, f"is not half of num_experts_per_tok, which n_group {groups} needs in Megatron"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+
+
 def sigmoid_routing(read: HFConfigReader, mixtures: Collection[int]) -> dict[str, Any]:
     """Returns the fields of ``TransformerConfig`` of a router with ``SIGMOID_ROUTER``."""
     if not read.flag("norm_topk_prob"):
-        read.problem("norm_topk_prob", read.get("norm_topk_prob"), "is not true, which alone is supported")
-    for name in ("n_group", "topk_group"):
-        read.require(name, 1, only="1: experts without groups")
-    fields = routing(read, mixtures, renormalised=True)
+        read.refuse("norm_topk_prob", "is not true, which alone is supported")
+    fields = routing(read, mixtures, renormalised=True) | _groups(read)
     fields["moe_router_score_function"] = "sigmoid"
     fields["moe_router_enable_expert_bias"] = True
     fields["moe_router_topk_scaling_factor"] = read.number("routed_scaling_factor")
     fields["moe_router_dtype"] = "fp32"
     return fields
+
+
+def mixture_layers(read: HFConfigReader) -> range:
+    """Reads which layers have experts: all after the first ``first_k_dense_replace``."""
+    layers = read.positive("num_hidden_layers")
+    dense = read.get("first_k_dense_replace")
+    if type(dense) is not int or not 0 <= dense < layers:
+        read.problem("first_k_dense_replace", dense, f"is not a number of the {layers} layers, fewer than all")
+        dense = 0
+    read.require("moe_layer_freq", 1, only="1: experts in each of them")
+    return range(dense, layers)
+
+
+def mtp_tensors(read: HFConfigReader) -> tuple[str, ...]:
+    """Returns the patterns of tensors of multi-token prediction (MTP): layers after the others."""
+    layers = read.positive("num_hidden_layers")
+    count = read.get("num_nextn_predict_layers") or 0
+    if type(count) is not int or not 0 <= count <= _MAX_MTP_LAYERS:
+        read.problem("num_nextn_predict_layers", count, f"is not a number from 0 to {_MAX_MTP_LAYERS}")
+        count = 0
+    return tuple(f"model.layers.{layers + further}.*" for further in range(count))
 
 
 def qwen_mixture(

@@ -6,7 +6,21 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Engine = Literal["megatron", "vllm"]
-Size = Literal["one", "hidden", "attention", "ffn", "shared_ffn", "head", "positions", "experts"]
+Size = Literal[
+    "one",
+    "hidden",
+    "attention",
+    "values",
+    "latent_queries",
+    "latent",
+    "latent_and_rotated",
+    "expanded_latent",
+    "ffn",
+    "shared_ffn",
+    "head",
+    "positions",
+    "experts",
+]
 
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this, Megatron to a multiple of this times TP."""
@@ -33,6 +47,25 @@ class DeltaDims:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentDims:
+    """The sizes of multi-head latent attention (MLA).
+
+    Args:
+        queries: elements of the latent of queries; None where queries have none.
+        latent: elements of the latent of keys and values.
+        rotated: elements of a head's query and key that are rotated; all heads share those of keys.
+        plain: elements of a head's query and key that are not.
+        value: elements of a head's value.
+    """
+
+    queries: int | None
+    latent: int
+    rotated: int
+    plain: int
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dims:
     """The sizes of a decoder.
 
@@ -45,6 +78,7 @@ class Dims:
         kv_heads: attention heads with keys and values; several heads share one.
         head_dim: elements of an attention head.
         delta: sizes of its gated delta nets; None without any.
+        mla: sizes of its latent attention; None where attention is another.
         positions: maximum sequence length.
         experts: number in a layer that has some; 0 in a dense model.
         expert_ffn: channels of an expert.
@@ -64,14 +98,35 @@ class Dims:
     expert_ffn: int = 0
     shared_ffn: int = 0
     delta: DeltaDims | None = None
+    mla: LatentDims | None = None
     rows: int | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head of which a share is rotated."""
+        return self.head_dim if self.mla is None else self.mla.rotated
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's value."""
+        return self.head_dim if self.mla is None else self.mla.value
 
     def size(self, name: Size) -> int:
         """Returns the extent of an axis of a canonical tensor."""
+        latent: dict[Size, int] = {}
+        if self.mla is not None:
+            latent = {
+                "latent_queries": self.mla.queries or 0,
+                "latent": self.mla.latent,
+                "latent_and_rotated": self.mla.latent + self.mla.rotated,
+                "expanded_latent": self.heads * (self.mla.plain + self.mla.value),
+            }
         sizes: dict[Size, int] = {
+            **latent,
             "one": 1,
             "hidden": self.hidden,
             "attention": self.heads * self.head_dim,
+            "values": self.heads * self.value_dim,
             "ffn": self.ffn,
             "shared_ffn": self.shared_ffn,
             "head": self.head_dim,

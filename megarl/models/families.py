@@ -11,18 +11,16 @@ from dataclasses import replace
 
 from megarl.models.decoder_tables import (
     DOWN,
-    EXPERTS,
     GATE_UP,
-    HEAD_NORMS,
     QKV,
-    SHARED_EXPERTS,
-    SIGMOID_ROUTER,
+    full_attention,
     llama_table,
     mixture,
     routing,
-    sigmoid_routing,
 )
+from megarl.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megarl.models.gemma import GEMMA3
+from megarl.models.glm import GLM4_MOE, GLM4_MOE_LITE
 from megarl.models.hf_config import Family, HFConfigReader, LayerSpec, ParamTable
 from megarl.models.param_stacks import Names
 from megarl.models.param_types import (
@@ -57,9 +55,8 @@ def _llama(read: HFConfigReader) -> ParamTable:
     read.require("sliding_window", only="full attention")
     return llama_table(
         read,
-        qkv=replace(QKV, bias=biased),
+        attention=full_attention(bias=biased, output_bias=biased),
         mlp=(replace(GATE_UP, bias=biased), replace(DOWN, bias=biased)),
-        output_bias=biased,
         megatron={"add_bias_linear": biased},
     )
 
@@ -96,9 +93,10 @@ def _phi3(read: HFConfigReader) -> ParamTable:
     for name in ("embd_pdrop", "resid_pdrop"):
         read.require(name, 0, only="0: trainer and engine must agree without randomness")
     # HF fuses as vLLM does.
+    _, output = full_attention()
     qkv = replace(QKV, hf=(QKV.vllm,) * 3)
     gate_up = replace(GATE_UP, hf=(GATE_UP.vllm,) * 2)
-    return llama_table(read, qkv=qkv, mlp=(gate_up, DOWN), window=read.window())
+    return llama_table(read, attention=(qkv, output), mlp=(gate_up, DOWN), window=read.window())
 
 
 PHI3 = Family(
@@ -199,68 +197,6 @@ GPT2 = Family(
 )
 
 
-_MAX_MTP_LAYERS = 64
-
-
-def _glm4_moe(read: HFConfigReader) -> ParamTable:
-    layers = read.positive("num_hidden_layers")
-    dense = read.get("first_k_dense_replace")
-    if type(dense) is not int or not 0 <= dense < layers:
-        read.problem("first_k_dense_replace", dense, f"is not a number of the {layers} layers, fewer than all")
-        dense = 0
-    params = (*SIGMOID_ROUTER, EXPERTS, *SHARED_EXPERTS)
-    mixtures = dict.fromkeys(range(dense, layers), params)
-    read.require("tie_word_embeddings", False, only="False: vLLM's GLM-4.5 has an output layer")
-    read.require("sliding_window", only="full attention, which transformers assumes")
-    if read.get("partial_rotary_factor") is None:
-        read.problem("partial_rotary_factor", None, "is not a share; vLLM and transformers take others for it")
-    if read.get("head_dim") is None:
-        read.problem("head_dim", None, "is not a width, which vLLM's GLM-4.5 asks for")
-    if read.dtype() == "float16" and read.number("routed_scaling_factor") != 1:
-        # It divides the shared expert's output by the factor, and nothing multiplies it again (0.32).
-        read.problem("routed_scaling_factor", read.get("routed_scaling_factor"), "is wrong in vLLM in float16")
-    normed = read.flag("use_qk_norm")
-    mtp_layers = read.get("num_nextn_predict_layers") or 0
-    if type(mtp_layers) is not int or not 0 <= mtp_layers <= _MAX_MTP_LAYERS:
-        read.problem("num_nextn_predict_layers", mtp_layers, f"is not a number from 0 to {_MAX_MTP_LAYERS}")
-        mtp_layers = 0
-    return llama_table(
-        read,
-        qkv=replace(QKV, bias=read.flag("attention_bias")),
-        head_norms=HEAD_NORMS if normed else (),
-        experts=mixtures,
-        untrained=tuple(f"model.layers.{layers + further}.*" for further in range(mtp_layers)),
-        megatron={"qk_layernorm": normed, **sigmoid_routing(read, mixtures)},
-    )
-
-
-GLM4_MOE = Family(
-    model_type="glm4_moe",
-    lm_class="Glm4MoeForCausalLM",
-    score_class="Glm4MoeForSequenceClassification",  # which transformers 5.19 lacks
-    describe=_glm4_moe,
-    fields={
-        "num_experts": ("n_routed_experts", "num_local_experts"),
-        "num_nextn_predict_layers": ("num_nextn_predict_layers", "num_mtp_layers"),
-    },
-    defaults={
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "moe_intermediate_size": 1408,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": 1,
-    },
-    partial_rotary=True,
-    shared_expert="plain",
-)
-
-
 _ALL = (
     LLAMA,
     MISTRAL,
@@ -277,6 +213,9 @@ _ALL = (
     QWEN3_5_MOE,
     QWEN3_5_MOE_WHOLE,
     GLM4_MOE,
+    GLM4_MOE_LITE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     GEMMA3,
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

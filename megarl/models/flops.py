@@ -47,6 +47,8 @@ def token_flops(spec: ModelSpec) -> int:
     dims = spec.dims
     megatron = spec.table.megatron
     attention = 2 * dims.hidden * dims.head_dim * (dims.heads + dims.kv_heads)
+    if dims.mla is not None:
+        attention = _latent_attention(spec)
     if megatron.get("attention_output_gate"):
         attention += dims.hidden * dims.head_dim * dims.heads
     matrices = 3 if megatron["gated_linear_unit"] else 2
@@ -63,6 +65,18 @@ def token_flops(spec: ModelSpec) -> int:
         else:
             layers += matrices * dims.hidden * dims.ffn
     return 2 * layers
+
+
+def _latent_attention(spec: ModelSpec) -> int:
+    """Returns the multiplications of the projections of latent attention for a token."""
+    dims = spec.dims
+    mla = dims.mla
+    assert mla is not None
+    queries = dims.hidden * dims.size("attention")
+    if mla.queries is not None:
+        queries = mla.queries * (dims.hidden + dims.size("attention"))
+    latent = dims.hidden * (mla.latent + mla.rotated) + mla.latent * dims.size("expanded_latent")
+    return queries + latent + dims.size("values") * dims.hidden
 
 
 def _delta_net(spec: ModelSpec) -> int:
@@ -92,6 +106,6 @@ def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCoun
             seen = min(length, window or length)
             pairs += layers * (seen * (seen + 1) // 2 + (length - seen) * seen)
         read += sequence.response_tokens
-    attention = 4 * dims.heads * dims.head_dim * pairs
+    attention = 2 * dims.heads * (dims.head_dim + dims.value_dim) * pairs
     outputs = dims.vocab if head == "lm" else 1
     return token_flops(spec) * tokens + attention + 2 * dims.hidden * outputs * read

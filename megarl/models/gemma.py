@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megarl.models.decoder_tables import HEAD_NORMS, layers_of_type, llama_table
+from megarl.models.decoder_tables import HEAD_NORMS, full_attention, layers_of_type, llama_table
 from megarl.models.hf_config import Family, HFConfigReader, ParamTable
 
 
@@ -24,7 +24,7 @@ def _gemma3(read: HFConfigReader) -> ParamTable:
     with_window = layers_of_type(read, "sliding_attention", interval="sliding_window_pattern", default=6)
     return llama_table(
         read,
-        head_norms=HEAD_NORMS,
+        attention=full_attention(head_norms=HEAD_NORMS),
         window=read.positive("sliding_window"),
         windows=[layer for layer, has_window in enumerate(with_window) if has_window],
         post_norms=True,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, cast
 
-from megarl.models.dims import DeltaDims, Dims
+from megarl.models.dims import DeltaDims, Dims, LatentDims
 from megarl.models.param_stacks import Names
 from megarl.models.param_types import DeltaNetParams, Experts, ParamType, Replicated, VocabRows
 from megarl.weights.shard_map import ITEM_BYTES
@@ -113,6 +113,7 @@ class Family:
         untrained: patterns of tensors of other parts of the model, such as a vision tower: these
             pass from a checkpoint into its exports.
         shared_expert: whether mixtures have an MLP for all tokens beside the routed experts, maybe with a gate.
+        latent: whether attention is multi-head latent attention (MLA).
         has_text_config: whether the decoder's fields are in the config's ``text_config``.
         engine_class: class of the decoder alone, which engines have; None: ``lm_class``.
     """
@@ -135,6 +136,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     shared_expert: Literal["gated", "plain"] | None = None
+    latent: bool = False
     has_text_config: bool = False
     engine_class: str | None = None
 
@@ -175,6 +177,10 @@ class HFConfigReader:
     def problem(self, name: str, value: object, rule: str) -> None:
         self.problems.append(f"{name}: {shown(value)} {rule}")
 
+    def refuse(self, field: str, rule: str) -> None:
+        """Adds a problem of a field's value."""
+        self.problem(field, self.get(field), rule)
+
     def positive(self, field: str, default: int | None = None) -> int:
         """Reads a positive integer; null counts as ``default``."""
         value = self.get(field)
@@ -211,6 +217,18 @@ class HFConfigReader:
         self.problems.append(f"{self.name(field)}: {shown(value)} is neither true nor false")
         return False
 
+    def _latent_dims(self) -> LatentDims:
+        queries: int | None = None
+        if self.get("q_lora_rank") is not None:
+            queries = self.positive("q_lora_rank")
+        return LatentDims(
+            queries=queries,
+            latent=self.positive("kv_lora_rank"),
+            rotated=self.positive("qk_rope_head_dim"),
+            plain=self.positive("qk_nope_head_dim"),
+            value=self.positive("v_head_dim"),
+        )
+
     def window(self) -> int | None:
         """Reads how many of the last positions each one sees in all layers; None: all."""
         stated = self.get("sliding_window")
@@ -229,6 +247,12 @@ class HFConfigReader:
         hidden = self.positive("hidden_size")
         mlp_ratio = self.family.mlp_ratio
         heads = self.positive("num_attention_heads")
+        mla: LatentDims | None = None
+        if self.family.latent:
+            mla = self._latent_dims()
+            head_dim = mla.plain + mla.rotated
+        else:
+            head_dim = self.positive("head_dim", hidden // heads)
         delta: DeltaDims | None = None
         if "linear_attention" in self.family.layer_types:
             delta = self._delta_dims()
@@ -249,18 +273,20 @@ class HFConfigReader:
             layers=self.positive("num_hidden_layers"),
             heads=heads,
             kv_heads=self.positive("num_key_value_heads", heads),
-            head_dim=self.positive("head_dim", hidden // heads),
+            head_dim=head_dim,
             positions=self.positive("max_position_embeddings"),
             experts=experts,
             expert_ffn=expert_ffn,
             shared_ffn=shared_ffn,
             delta=delta,
+            mla=mla,
         )
         if dims.heads % dims.kv_heads:
             field = self.name("num_key_value_heads")
             self.problems.append(f"{field}: {dims.kv_heads} does not divide the {dims.heads} heads")
-        if self.family.rotary and dims.head_dim % 2:
-            self.problems.append(f"head_dim: {dims.head_dim} is odd, which rotary embeddings cannot split")
+        if self.family.rotary and dims.rotary_dim % 2:
+            field = "head_dim" if mla is None else "qk_rope_head_dim"
+            self.problem(field, dims.rotary_dim, "is odd, which rotary embeddings cannot split")
         if dims.layers * dims.experts > _MAX_EXPERTS:
             problem = f"{dims.layers} layers x {dims.experts} experts are more than {_MAX_EXPERTS}"
             self.problems.append(f"{self.name('num_experts')}: {problem}")
@@ -293,6 +319,10 @@ class HFConfigReader:
         self.require("attention_dropout", 0, only="0: trainer and engine must agree without randomness")
         self.require("is_causal", True, only="causal decoders")
         self.require("quantization_config", only="weights that are not quantised")
+        for names in self.family.fields.values():
+            stated = [self.config[name] for name in names if self.config.get(name) is not None]
+            if any(value != stated[0] for value in stated):
+                self.problem(", ".join(names), stated, "differ, and are names of one field")
         kinds: Any = self.get("layer_types") or []
         if not isinstance(kinds, list):
             kinds = [kinds]

@@ -49,6 +49,30 @@ class Replicated:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentDown:
+    """Projections to latents, of queries and of keys and values, whole on every rank; vLLM stacks them."""
+
+    queries: Names
+    latent: Names
+    vllm: str
+
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
+        sizes: tuple[tuple[Names, Size], ...] = (
+            (self.queries, "latent_queries"),
+            (self.latent, "latent_and_rotated"),
+        )
+        parts: list[TensorRange] = []
+        for names, size in sizes:
+            part = TensorRange(f"{names.hf}.weight", 0, dims.size(size))
+            parts.append(part)
+            if engine == "megatron":
+                yield Stack(param=f"{names.megatron}.weight", shape=(part.size, dims.hidden), parts=(part,))
+        if engine == "vllm":
+            rows = sum(part.size for part in parts)
+            yield Stack(param=f"{self.vllm}.weight", shape=(rows, dims.hidden), parts=tuple(parts))
+
+
+@dataclass(frozen=True, kw_only=True)
 class VocabRows:
     """A [vocabulary, hidden] matrix split by rows and padded."""
 
@@ -74,6 +98,7 @@ class ColumnParallel:
         hf: name of each matrix; those of one name are concatenated in one tensor.
         transposed: whether HF stores [hidden, rows].
         outputs: number of channels.
+        inputs: elements of what they multiply.
     """
 
     hf: tuple[str, ...]
@@ -82,12 +107,13 @@ class ColumnParallel:
     bias: bool = False
     transposed: bool = False
     outputs: Size = "ffn"
+    inputs: Size = "hidden"
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         name = self.megatron if engine == "megatron" else self.vllm
         parts = self._parts(engine, dims, coords)
         rows = sum(part.size for part in parts)
-        shapes: dict[str, Shape] = {"weight": (rows, dims.hidden), "bias": (rows,)}
+        shapes: dict[str, Shape] = {"weight": (rows, dims.size(self.inputs)), "bias": (rows,)}
         for kind in _kinds(self.bias):
             named = tuple(part._replace(tensor=f"{part.tensor}.{kind}") for part in parts)
             swapped = self.transposed and kind == "weight"
@@ -408,7 +434,7 @@ class DeltaNetParams:
         )
 
 
-ParamType = Replicated | VocabRows | ColumnParallel | RowParallel | FusedQKV | Experts | DeltaNetParams
+ParamType = Replicated | VocabRows | LatentDown | ColumnParallel | RowParallel | FusedQKV | Experts | DeltaNetParams
 """A group of canonical tensors that the engines store together; names have no layer prefix.
 
 ``stacks`` yields the parameters in which one rank of an engine holds them.

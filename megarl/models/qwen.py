@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from megarl.models.decoder_tables import (
     HEAD_NORMS,
-    QKV,
+    full_attention,
     layers_of_type,
     llama_table,
     qwen_mixture,
@@ -25,7 +25,7 @@ def _qwen2(read: HFConfigReader) -> ParamTable:
     read.require("qk_norm", False, only="queries and keys without norms")
     read.require("dual_chunk_attention_config", only="attention over the whole sequence")
     _refuse_other_heads(read)
-    return llama_table(read, qkv=replace(QKV, bias=True))
+    return llama_table(read, attention=full_attention(bias=True))
 
 
 def _refuse_other_heads(read: HFConfigReader) -> None:
@@ -57,7 +57,7 @@ def refuse_uncommon_attention(read: HFConfigReader) -> None:
 
 def _qwen3(read: HFConfigReader) -> ParamTable:
     refuse_uncommon_attention(read)
-    return llama_table(read, head_norms=HEAD_NORMS, megatron={"qk_layernorm": True})
+    return llama_table(read, attention=full_attention(head_norms=HEAD_NORMS), megatron={"qk_layernorm": True})
 
 
 QWEN3 = Family(
@@ -93,7 +93,7 @@ def _qwen3_moe(read: HFConfigReader) -> ParamTable:
     read.require("shared_expert_intermediate_size", 0, only="routed experts")
     mixtures, fields = qwen_mixture(read, sparse_layers(read), renormalised=read.flag("norm_topk_prob"))
     megatron = {"qk_layernorm": True, **fields}
-    return llama_table(read, head_norms=HEAD_NORMS, experts=mixtures, megatron=megatron)
+    return llama_table(read, attention=full_attention(head_norms=HEAD_NORMS), experts=mixtures, megatron=megatron)
 
 
 QWEN3_MOE = Family(
@@ -119,7 +119,7 @@ def _qwen2_moe(read: HFConfigReader) -> ParamTable:
     read.require("qkv_bias", True, only="True, which vLLM's Qwen2-MoE assumes")
     _refuse_other_heads(read)
     mixtures, fields = qwen_mixture(read, sparse_layers(read), renormalised=read.flag("norm_topk_prob"))
-    return llama_table(read, qkv=replace(QKV, bias=True), experts=mixtures, megatron=fields)
+    return llama_table(read, attention=full_attention(bias=True), experts=mixtures, megatron=fields)
 
 
 QWEN2_MOE = Family(
@@ -171,8 +171,7 @@ def _hybrid(
     return llama_table(
         read,
         prefix="model.language_model." if read.family.has_text_config else "model.",
-        qkv=replace(QKV, gated=True),
-        head_norms=HEAD_NORMS,
+        attention=full_attention(head_norms=HEAD_NORMS, gated=True),
         experts=experts,
         delta_nets=[layer for layer, is_delta_net in enumerate(delta_nets) if is_delta_net],
         delta_net=DeltaNetParams(interleaved=interleaved),

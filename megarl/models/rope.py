@@ -90,7 +90,7 @@ def read_rope(read: HFConfigReader, head_dim: int, positions: int) -> Rope:
     """Reads ``rope_parameters``, or ``rope_scaling`` and ``rope_theta``, and adds problems to the reader."""
     found: Any = read.get("rope_parameters") or read.get("rope_scaling") or {}
     if read.get("rope_scaling") not in (None, {}, found):
-        read.problem("rope_scaling", read.get("rope_scaling"), "is not what rope_parameters states; keep one of them")
+        read.refuse("rope_scaling", "is not what rope_parameters states; keep one of them")
     if not isinstance(found, Mapping):
         read.problem("rope_parameters", found, "does not hold keys and values")
         found = {}

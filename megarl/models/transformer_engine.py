@@ -17,6 +17,10 @@ NormNames = tuple[str, str]
 INPUT_NORM: NormNames = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
 DELTA_NET_NORM: NormNames = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
 MLP_NORM: NormNames = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+LATENT_NORMS: tuple[NormNames, ...] = (
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
 
 _HEAD_STEP = 8
 _LARGEST_HEAD = 128
@@ -45,6 +49,8 @@ def refusals(dims: Dims, kinds: Collection[LayerSpec], dtype: str) -> list[str]:
         found.append(f"heads of {dims.head_dim}: its packed attention has {supported}")
     if dims.delta is not None:
         found.append("gated delta nets are not supported in its layers")
+    if dims.mla is not None:
+        found.append("multi-head latent attention is not supported in its layers")
     if any(kind.post_norms for kind in kinds):
         found.append("norms after attention and MLP are not supported in its layers")
     if len({kind.window for kind in kinds}) > 1:

@@ -22,6 +22,8 @@ from megarl.weights.shard_map import Manifest
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
+_CPU_LATENT = (512, 64)
+"""Elements of latents and rotated ones of its latent attention on a CPU (0.32: ``cpu_mla.py``)."""
 _CPU_DELTA_DIMS = (64, 128)
 """Elements of heads that its gated delta nets on a CPU take (0.32: ``chunk_gated_delta_rule_cpu``)."""
 _CPU_DELTA_WIDTH = 4
@@ -58,7 +60,7 @@ def check_models(config: RunConfig, *, bare: bool = False) -> tuple[int | None, 
     problems += _positions(config, specs)
     if model is not None:
         problems += _attention(config, model)
-        problems += _delta_nets(config, model)
+        problems += _mixers(config, model)
     problems += _layers(config, specs)
     return vocab, problems
 
@@ -276,23 +278,33 @@ def _attention(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
     """vLLM on a CPU has attention kernels for some head sizes; others fail at the first call."""
     if config.engine_settings is None or config.cluster.device != "cpu":
         return
+    mla = spec.dims.mla
+    if mla is not None:
+        found = (mla.latent, mla.rotated)
+        if found != _CPU_LATENT:
+            rule = f"vLLM on a CPU takes kv_lora_rank, qk_rope_head_dim of {_CPU_LATENT}; these are {found}"
+            yield Problem("cluster.device", "cpu", rule, "choose another model, or device cuda")
+        return
     if spec.dims.head_dim not in _CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, _CPU_HEAD_SIZES))
         rule = f"vLLM on a CPU takes attention heads of {sizes}; the model's have {spec.dims.head_dim}"
         yield Problem("cluster.device", "cpu", rule, "choose a model with such heads, or device cuda")
 
 
-def _delta_nets(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
-    """Finds what engines do not support with gated delta nets."""
+def _mixers(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    """Finds what engines do not support with gated delta nets and with latent attention."""
     rollout = config.engine_settings
-    if rollout is None or spec.dims.delta is None:
+    if rollout is None:
         return
-    if rollout.speculative:
-        rule = "drafts are not supported for models with gated delta nets"
-        yield Problem("rollout.speculative", str(rollout.speculative), rule, "set it to 0")
-    if rollout.quantization is not None:
-        rule = "models with gated delta nets are not quantised"
-        yield Problem("rollout.quantization", rollout.quantization, rule, "set it to null")
+    for sizes, what in ((spec.dims.delta, "gated delta nets"), (spec.dims.mla, "latent attention")):
+        if sizes is None:
+            continue
+        if rollout.speculative:
+            rule = f"drafts are not supported for models with {what}"
+            yield Problem("rollout.speculative", str(rollout.speculative), rule, "set it to 0")
+        if rollout.quantization is not None:
+            rule = f"models with {what} are not quantised"
+            yield Problem("rollout.quantization", rollout.quantization, rule, "set it to null")
     yield from _delta_kernels(config, spec)
 
 

@@ -105,6 +105,8 @@ def role_memory(
         inference_logits = _logits(spec, item, pack) * rows
         update_logits = _update_logits(spec, model, reference or model, rows, update_pack, micro_batches)
     attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / layout.tp
+    if dims.mla is not None:
+        attention += dims.mla.latent + dims.mla.rotated + (dims.mla.queries or 0)  # TP does not divide them
     mlp = 5 * max(_channels(model, kind) for kind in model.table.kinds) / layout.tp
     forward = pack * (3 * dims.hidden + max(attention, mlp)) * item
     layer = _largest_layer(spec, model, device)
@@ -194,6 +196,45 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
     if kind.post_norms:
         kept = 1 if spec.recompute == "selective" else 2  # the MLP's is recomputed with it
         norms += kept * 4 * (2 * dims.hidden + 1) * _split(spec.layout)
+    if kind.is_delta_net:
+        mixer = _delta_net(model, item, tp)
+    elif dims.mla is not None:
+        mixer = _latent_attention(spec, model)
+    else:
+        mixer = _attention(spec, model, device)
+    ffn = _channels(model, kind) * item / tp
+    if kind.is_mixture:
+        chosen = model.table.megatron["moe_router_topk"]
+        experts = 5 * ffn  # with the product of the router's weight
+        if spec.fused:
+            experts = 3 * ffn
+        router = 16 * dims.experts
+        if model.table.megatron["moe_router_pre_softmax"]:
+            router += 4 * dims.experts
+        if model.table.megatron.get("moe_router_score_function") == "sigmoid":
+            router += 4 * (dims.experts + 2 * chosen)
+        mlp = experts + chosen * dims.hidden * item + router * _split(spec.layout)
+        if dims.shared_ffn:
+            products = 3 if spec.fused else 5
+            mlp += products * dims.shared_ffn * item / tp
+        if model.table.megatron.get("moe_shared_expert_gate"):
+            mlp += (dims.hidden + 1) * item
+    elif spec.recompute == "selective":
+        mlp = 0.0
+    elif model.table.megatron["gated_linear_unit"]:
+        mlp = 5 * ffn
+        if spec.fused and model.family.activation == "silu":
+            mlp = 3 * ffn
+    else:
+        mlp = 2 * ffn
+    return norms + mixer + mlp
+
+
+def _attention(spec: RoleSpec, model: ModelSpec, device: str) -> float:
+    """Returns the bytes of a token that attention keeps, with its rotations."""
+    dims = model.dims
+    tp = spec.layout.tp
+    item = ITEM_BYTES[model.dtype]
     rope = 0.0
     if model.rope is not None:
         rope = 4 * dims.head_dim * item * model.rope.share
@@ -222,34 +263,25 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
         attention += one + 4 * one / item  # outputs, and the sigmoid of gates in float32
         if item == 4:
             attention += one  # gates, which the inputs of keys are a part of
-    if kind.is_delta_net:
-        rope = 0.0
-        attention = _delta_net(model, item, tp)
-    ffn = _channels(model, kind) * item / tp
-    if kind.is_mixture:
-        chosen = model.table.megatron["moe_router_topk"]
-        experts = 5 * ffn  # with the product of the router's weight
-        if spec.fused:
-            experts = 3 * ffn
-        mlp = experts + chosen * dims.hidden * item + 16 * dims.experts
-        if model.table.megatron["moe_router_pre_softmax"]:
-            mlp += 4 * dims.experts
-        if model.table.megatron.get("moe_router_score_function") == "sigmoid":
-            mlp += 4 * (dims.experts + 2 * chosen)
-        if dims.shared_ffn:
-            products = 3 if spec.fused else 5
-            mlp += products * dims.shared_ffn * item / tp
-        if model.table.megatron.get("moe_shared_expert_gate"):
-            mlp += (dims.hidden + 1) * item
-    elif spec.recompute == "selective":
-        mlp = 0.0
-    elif model.table.megatron["gated_linear_unit"]:
-        mlp = 5 * ffn
-        if spec.fused and model.family.activation == "silu":
-            mlp = 3 * ffn
-    else:
-        mlp = 2 * ffn
-    return norms + rope + attention + mlp
+    return rope + attention
+
+
+def _latent_attention(spec: RoleSpec, model: ModelSpec) -> float:
+    """Returns the bytes of a token that latent attention keeps: kernels take values as wide as queries."""
+    dims = model.dims
+    mla = dims.mla
+    assert mla is not None
+    item = ITEM_BYTES[model.dtype]
+    heads = dims.heads / spec.layout.tp
+    # Queries, keys, values and outputs; numbers of each head; the outputs that are read; angles.
+    kept = heads * (4 * dims.head_dim * item + 4 + mla.value * item) + mla.rotated * item
+    latents = 0.0
+    for latent in (mla.queries, mla.latent):
+        if latent is not None:
+            latents += _norm_of(latent, spec, model)
+    if spec.fused or item == 4:
+        latents += mla.rotated * item  # projected with the norm's input
+    return kept + latents * _split(spec.layout)
 
 
 def _delta_net(model: ModelSpec, item: int, tp: int) -> float:
@@ -285,6 +317,10 @@ def _recomputed(spec: RoleSpec, model: ModelSpec, device: str, layer: float) -> 
 
 
 def _norm(spec: RoleSpec, model: ModelSpec) -> float:
+    return _norm_of(model.dims.hidden, spec, model)
+
+
+def _norm_of(width: int, spec: RoleSpec, model: ModelSpec) -> float:
     """Returns the bytes of a norm and of its output: RMSNorm keeps its input and the quotient, others the input.
 
     Transformer Engine's do (pytorch/module/layernorm_linear.py, 2.8 to 2.20), which was never
@@ -292,12 +328,12 @@ def _norm(spec: RoleSpec, model: ModelSpec) -> float:
     """
     item = ITEM_BYTES[model.dtype]
     if model.table.megatron["normalization"] == "LayerNorm" or spec.layers == "transformer_engine":
-        return 2 * model.dims.hidden * item + 8
+        return 2 * width * item + 8
     if _zero_centered(model):
-        return model.dims.hidden * (8 + item) + 4
+        return width * (8 + item) + 4
     if spec.fused:
-        return 2 * model.dims.hidden * item + 4
-    return model.dims.hidden * (4 + 2 * item) + 4
+        return 2 * width * item + 4
+    return width * (4 + 2 * item) + 4
 
 
 def _zero_centered(model: ModelSpec) -> bool:

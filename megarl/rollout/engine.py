@@ -194,14 +194,21 @@ class RolloutEngine:
         return self._llm.vllm_config.scheduler_config.max_num_seqs
 
     def _load_settings(self) -> dict[str, Any]:
-        """Returns how vLLM gets weights and drafts."""
+        """Returns how vLLM gets weights and drafts, and what it must not use."""
         loads = self._options.weights == "files"
         family = self._spec.family
         settings: dict[str, Any] = {"load_format": "auto" if loads else "dummy"}
         if loads and self._spec.untrained:
             settings["load_format"] = DECODER_FORMAT
+        overrides: dict[str, Any] = {}
         if family.engine_class is not None:
-            settings["hf_overrides"] = {"architectures": [family.engine_class]}
+            overrides["architectures"] = [family.engine_class]
+        if family.latent:
+            overrides["moe_router_dtype"] = "float32"  # as in transformers
+        settings["hf_overrides"] = overrides
+        if family.latent and self._options.device == "cpu":
+            # Its kernel rotates neighbors wrongly in queries [positions, heads, width] (vLLM 0.32: csrc/cpu).
+            settings["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         return settings | draft_settings(self._rollout, self._options.device, loads=loads)
 
     def shard_maps(self) -> list[ShardMap]:

@@ -179,6 +179,8 @@ def _block(model: ModelSpec, tp: int) -> tuple[int, int]:
     """
     dims = model.dims
     token = 2 * max(1, dims.kv_heads // tp) * dims.head_dim * ITEM_BYTES[model.dtype]
+    if dims.mla is not None:
+        token = (dims.mla.latent + dims.mla.rotated) * ITEM_BYTES[model.dtype]
     positions = BLOCK_TOKENS
     if dims.delta is not None:
         delta = dims.delta

@@ -35,6 +35,7 @@ class Layer:
     Attributes:
         arrived: parameters that wait for the rest.
         loaded: whether all parameters were installed since `begin`.
+        afterwards: called when they are; None: nothing to do.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Layer:
         self.quantized = quantized
         self._module = module
         self._install = install
+        self.afterwards: Callable[[], None] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -74,6 +76,8 @@ class Layer:
                 self._borrowed.add(name)
         if not self._awaited:
             self._install(self.arrived)
+            if self.afterwards is not None:
+                self.afterwards()
             self._copy_borrowed()
             self.begin()
             self.loaded = True
@@ -148,7 +152,10 @@ def _as_loaded(module: nn.Module, name: str) -> TensorInfo:
     live: Any = getattr(module, name)
     if recorded is not None:
         return _info(recorded)
-    return TensorInfo(tuple(live.shape), _dtype_name(getattr(module, "params_dtype", live.dtype)))
+    dtype: Any = live.dtype
+    if name == "bias":  # packing may convert it
+        dtype = getattr(module, "params_dtype", dtype)
+    return TensorInfo(tuple(live.shape), _dtype_name(dtype))
 
 
 def _info(tensor: torch.Tensor) -> TensorInfo:

@@ -11,6 +11,7 @@ import os
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -54,12 +56,21 @@ class EngineWeights:
         self._parameters: dict[str, _Parameter] = {}
         self._layers: list[Layer] = []
         names: dict[int, str] = {}
+        # By the projection of which it packs copies on a CPU with AMX, and keeps parts elsewhere.
+        latent: dict[nn.Module, MLAAttention] = {}
+        for module in model.modules():
+            if isinstance(module, MLAAttention):
+                latent[module.kv_b_proj] = module
         for path, module in model.named_modules():
-            if next(module.parameters(recurse=False), None) is None:
+            has_none = next(module.parameters(recurse=False), None) is None
+            if has_none or isinstance(module, MLAAttention):
                 continue
             output = isinstance(module, ParallelLMHead) or module is getattr(model, "lm_head", None)
             computes = output or not isinstance(module, VocabParallelEmbedding)
             layer = running_layer(path, module, model_config, computes=computes)
+            if module in latent:
+                absorb = latent[module].process_weights_after_loading
+                layer.afterwards = partial(absorb, model_config.dtype)
             self._layers.append(layer)
             for attribute, info in layer.infos.items():
                 parameter = getattr(module, attribute)

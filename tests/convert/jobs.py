@@ -17,8 +17,8 @@ from tests.weights.models import placed
 DELTA_NET_NORM = "self_attention.in_proj.layer_norm_"
 
 
-def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: str) -> int:
-    """Loads a checkpoint into Megatron's model; returns the number of parameters, all equal to HF's."""
+def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: str) -> None:
+    """Loads a checkpoint into Megatron's model, and compares it with HF's tensors."""
     from megatron.core import dist_checkpointing
 
     spec, model, sharded = _model(rank, config, layout)
@@ -27,9 +27,12 @@ def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
         chunk.load_state_dict(loaded[name], strict=True)
     parameters = model.parameters()
     expected = placed(read_directory(Path(hf)), spec.megatron_map(layout, rank, spec.head))
+    compared: set[str] = set()
     for name, parameter in parameters.items():
-        assert torch.equal(parameter, _of_expert(expected, name)), name
-    return len(parameters)
+        held, value = _of_expert(expected, name)
+        assert torch.equal(parameter, value), name
+        compared.add(held)
+    assert compared == expected.keys()
 
 
 def save(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: str, metadata: dict[str, Any]) -> None:
@@ -42,7 +45,7 @@ def save(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
     held = placed(read_directory(Path(hf)), shard_map, padding=float("nan"))  # what padding holds must not matter
     with torch.no_grad():
         for name, parameter in model.parameters().items():
-            parameter.copy_(_of_expert(held, name))
+            parameter.copy_(_of_expert(held, name)[1])
     if rank == 0:
         Path(directory).mkdir(parents=True)
     torch.distributed.barrier()
@@ -52,17 +55,17 @@ def save(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
         dist_checkpointing.save(state, directory, content_metadata=metadata)
 
 
-def _of_expert(held: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """What our maps hold of a parameter of Megatron's; ours have all experts of a rank in one."""
+def _of_expert(held: dict[str, torch.Tensor], name: str) -> tuple[str, torch.Tensor]:
+    """What our maps hold of a parameter of Megatron's, and its name there; ours have all experts of a rank in one."""
     before, found, after = name.partition("local_experts.")
     if not found:
-        return held[name]
+        return name, held[name]
     expert, _, rest = after.partition(".")
-    return held[before + rest][int(expert)]
+    return before + rest, held[before + rest][int(expert)]
 
 
 def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any, Any]:
-    """The spec, this rank's chunks with Megatron's own experts and delta nets, and its description of them."""
+    """The spec, this rank's chunks with Megatron's own experts, delta nets and latent attention, and what it saves."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.ssm.gated_delta_net import common, gdn
 
@@ -75,7 +78,7 @@ def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any,
     dtype = getattr(torch, spec.dtype)
     own = {
         "GroupedExperts": LocalSpecProvider().grouped_mlp_modules(False),
-        "_local_layer": partial(_own_delta_net, models._local_layer),
+        "_local_layer": partial(_own_mixer, models._local_layer),
     }
     # Its delta net asks for the kernels when it is made.
     with (
@@ -87,8 +90,8 @@ def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any,
     return spec, model, _sharded(model, {})
 
 
-def _own_delta_net(ours: Any, config: Any, spec: Any, kind: Any, norm: Any) -> Any:
-    """The layer with Megatron's delta net; the norm before it is a part of it, as in Transformer Engine."""
+def _own_mixer(ours: Any, config: Any, spec: Any, kind: Any, norm: Any) -> Any:
+    """The layer with Megatron's delta net or latent attention; norms have the keys of Transformer Engine."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -100,7 +103,49 @@ def _own_delta_net(ours: Any, config: Any, spec: Any, kind: Any, norm: Any) -> A
         layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
         keys = layer.submodules.sharded_state_dict_keys_map
         layer.submodules.sharded_state_dict_keys_map = {**keys, "input_layernorm.": DELTA_NET_NORM}
+    elif spec.dims.mla is not None:
+        layer.submodules.self_attention = _own_latent_attention(config, spec.dims.mla, norm)
+        norms = {} if kind.is_mixture else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+        for of in ("q", "kv"):
+            norms[f"self_attention.{of}_layernorm."] = f"self_attention.linear_{of}_up_proj.layer_norm_"
+        layer.submodules.sharded_state_dict_keys_map = norms
     return layer
+
+
+def _own_latent_attention(config: Any, mla: Any, norm: Any) -> Any:
+    """Megatron's, whose projections to latents are split by TP without Transformer Engine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from megarl.megatron.attention import PackedAttention
+
+    latent = MLATransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        params_dtype=config.params_dtype,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        rope_type="rope",
+        q_lora_rank=mla.queries,
+        kv_lora_rank=mla.latent,
+        qk_head_dim=mla.plain,
+        qk_pos_emb_head_dim=mla.rotated,
+        v_head_dim=mla.value,
+    )
+
+    class Own(MLASelfAttention):
+        def __init__(self, config: Any, **arguments: Any) -> None:
+            super().__init__(latent, **arguments)
+
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True, multi_latent_attention=True)
+    attention = layer.submodules.self_attention
+    attention.module = Own
+    attention.submodules.core_attention = PackedAttention
+    attention.submodules.q_layernorm = norm
+    attention.submodules.kv_layernorm = norm
+    return attention
 
 
 def _chunks(model: Any) -> dict[str, Any]:

@@ -30,6 +30,8 @@ CONFIGS = {
     "qwen3_5": models.qwen3_5_config(dtype="bfloat16"),
     "qwen3_5_moe": models.qwen3_5_moe_whole_config(dtype="bfloat16"),
     "qwen3_next": models.qwen3_next_config(),
+    "deepseek_v2": models.deepseek_v2_config(dtype="bfloat16"),
+    "deepseek_v3": models.deepseek_v3_config(),
     "reward": models.llama_config(architectures=["LlamaForSequenceClassification"], num_labels=1),
 }
 

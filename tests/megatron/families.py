@@ -161,6 +161,27 @@ FAMILIES: Mapping[str, Family] = {
 
 _ATTENTION = {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "vocab_size": 103}
+_LATENT = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 18,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+    "intermediate_size": 44,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "vocab_size": 103,
+}
+_NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
 MIXTURES: Mapping[str, Family] = {
     "mixtral": Family(
         kind="mixtral",
@@ -218,6 +239,15 @@ MIXTURES: Mapping[str, Family] = {
             "vocab_size": 103,
         },
     ),
+    "deepseek_v3": Family(
+        kind="deepseek_v3", fields={**_LATENT, "q_lora_rank": 14, **_NOAUX, "rope_parameters": LATENT_YARN}
+    ),
+    "deepseek_v3_groups": Family(
+        kind="deepseek_v3",
+        fields={**_LATENT, "q_lora_rank": None, **_NOAUX, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
+    "deepseek_v2": Family(kind="deepseek_v2", fields={**_LATENT, "q_lora_rank": None, "rope_parameters": LATENT_YARN}),
+    "glm4_moe_lite": Family(kind="glm4_moe_lite", fields={**_LATENT, "q_lora_rank": 14}),
     "several_kinds": Family(
         kind="qwen3_moe", fields={**_ATTENTION, **_EXPERTS, "mlp_only_layers": [1, 3], "intermediate_size": 44}
     ),

@@ -17,9 +17,11 @@ from tests.pool import RankPool
 
 MODELS = {name: {**FAMILIES, **MIXTURES}[name] for name in ("qwen3_5", "qwen2_moe", "qwen3_next", "qwen3_5_moe")}
 MODELS |= {"glm4_moe": MIXTURES["glm4_moe"], "gpt2": FAMILIES["gpt2"], "gemma3": FAMILIES["gemma3"]}
+MODELS |= {name: MIXTURES[name] for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")}
 HYBRIDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 DELTA, FULL, WINDOW = "linear_attention", "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONG_YARN = {**YARN, "original_max_position_embeddings": 32}
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"sliding_window": 3}),
@@ -71,6 +73,36 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("gemma3", {"layer_types": None, "sliding_window_pattern": None}),
     ("gemma3", {"use_bidirectional_attention": True}),
+    ("deepseek_v2", {"n_group": None}),
+    ("deepseek_v2", {"norm_topk_prob": True}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
+    ("deepseek_v3", {"attention_bias": True}),
+    ("deepseek_v3", {"head_dim": 4}),
+    ("deepseek_v3", {"dtype": "float16"}),
+    ("deepseek_v3", {"index_topk": None}),
+    ("deepseek_v3", {"index_topk": 4}),
+    ("deepseek_v3", {"moe_layer_freq": 2}),
+    ("deepseek_v3", {"n_group": 4}),
+    ("deepseek_v3", {"num_key_value_heads": 2}),
+    ("deepseek_v3", {"q_lora_rank": 0}),
+    ("deepseek_v3", {"n_group": 6}),
+    ("deepseek_v3", {"n_group": None}),
+    ("deepseek_v3", {"num_local_experts": 7}),
+    ("deepseek_v3", {"rope_interleave": False}),
+    ("deepseek_v3", {"rope_interleave": None}),
+    ("deepseek_v3", {"rope_parameters": {**LONG_YARN, "factor": 1.0, "attention_factor": 2.0}}),
+    ("deepseek_v3", {"rope_parameters": {**LONG_YARN, "attention_factor": 2.0}}),
+    ("deepseek_v3", {"rope_parameters": {**LONG_YARN, "mscale": 0.7}}),
+    ("deepseek_v3", {"rope_parameters": {**LONG_YARN, "mscale_all_dim": 0.5}}),
+    ("deepseek_v3", {"scoring_func": "softmax"}),
+    ("deepseek_v3", {"topk_method": None}),
+    ("deepseek_v3", {"v_head_dim": 17}),
+    ("glm4_moe_lite", {"first_k_dense_replace": 2, "mlp_layer_types": None}),
+    ("glm4_moe_lite", {"first_k_dense_replace": None}),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 4}),
+    ("glm4_moe_lite", {"scoring_func": "softmax"}),
+    ("glm4_moe_lite", {"partial_rotary_factor": 0.5}),
+    ("glm4_moe_lite", {"sliding_window": 3}),
     ("glm4_moe", {"sliding_window": 3}),
     ("glm4_moe", {"tie_word_embeddings": True}),
 ]
@@ -112,6 +144,17 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("gemma3", {"sliding_window": 2}),
     ("gemma3", {"tie_word_embeddings": False}),
+    ("deepseek_v2", {"first_k_dense_replace": 0}),
+    ("deepseek_v2", {"routed_scaling_factor": 1.0}),
+    ("deepseek_v3", {"n_group": 3, "topk_group": 1, "num_experts_per_tok": 2}),
+    ("deepseek_v3", {"q_lora_rank": None}),
+    ("deepseek_v3", {"rope_parameters": None, "rope_scaling": {**LONG_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ("deepseek_v3", {"rope_parameters": {**LONG_YARN, "mscale": 1}}),
+    ("deepseek_v3", {"rope_parameters": LONG_YARN}),
+    ("deepseek_v3", {"tie_word_embeddings": True}),
+    ("deepseek_v3", {"v_head_dim": 16}),
+    ("glm4_moe_lite", {"first_k_dense_replace": 2, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}),
+    ("glm4_moe_lite", {"num_nextn_predict_layers": 1}),
     ("glm4_moe", {"attention_bias": False}),
     ("glm4_moe", {"first_k_dense_replace": 0}),
     ("glm4_moe", {"n_shared_experts": 1}),
@@ -120,6 +163,9 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"routed_scaling_factor": 0.5}),
     ("glm4_moe", {"use_qk_norm": False}),
 ]
+
+
+_SIZES = {"hidden_size": 32, "max_position_embeddings": 128, "dtype": "float32"}
 
 
 def _name(value: object) -> str:
@@ -132,12 +178,12 @@ def test_an_edited_config_is_refused_by_field(name: str, edit: dict[str, Any]) -
     from transformers import AutoConfig
 
     family = MODELS[name]
-    config = AutoConfig.for_model(family.kind, **{"hidden_size": 32, "dtype": "float32", **family.fields}).to_dict()
+    config = AutoConfig.for_model(family.kind, **{**_SIZES, **family.fields}).to_dict()
     model_spec(config)
     with pytest.raises(ValueError, match="is not supported:") as caught:
         model_spec({**config, **edit})
     told = str(caught.value)
-    assert any(field in told for field in (*edit, "rope_type", "max_position_embeddings"))
+    assert any(field in told for field in (*edit, "rope_type", "max_position_embeddings", "float16"))
 
 
 @pytest.mark.dist

@@ -35,6 +35,18 @@ HYBRID = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+LATENT = {
+    **SIGMOID,
+    "head_dim": 8,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "num_key_value_heads": 8,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "n_group": 1,
+    "topk_group": 1,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -43,6 +55,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared_experts": ("qwen2_moe", SHARED),
     "sigmoid_routing": ("glm4_moe", SIGMOID),
     "post_norms": ("gemma3_text", {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention"] * 4}),
+    "latent_queries": ("deepseek_v3", {**LATENT, "q_lora_rank": 20, "v_head_dim": 12}),
+    "latent_attention": ("deepseek_v3", {**LATENT, "q_lora_rank": None, "v_head_dim": 24}),
     "delta_nets": ("qwen3_5_text", {**HYBRID, "layer_types": ["linear_attention"] * 4}),
     "gated_attention": ("qwen3_5_text", {**HYBRID, "layer_types": ["full_attention"] * 4}),
 }
@@ -56,6 +70,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         *((kind, "bfloat16", Layout(), "selective") for kind in KINDS),
         *(("qwen2", "float32", Layout(), recompute) for recompute in ("selective", "full")),
         ("qwen2", "bfloat16", Layout(tp=2), "none"),
+        ("latent_queries", "bfloat16", SPLIT, "none"),
         ("qwen3", "float32", SPLIT, "none"),
         ("qwen3", "bfloat16", SPLIT, "selective"),
         ("qwen3", "bfloat16", SPLIT, "full"),

@@ -67,6 +67,20 @@ _HYBRID = {
     "linear_value_head_dim": 64,
     "full_attention_interval": 2,
 }
+_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+"""vLLM's latent attention on a CPU has these sizes of latents and rotated elements alone."""
+_NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
         "num_key_value_heads": 4,
@@ -110,6 +124,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_HYBRID, **_SHARED},
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": {**_HYBRID, **_SHARED},
+    "glm4_moe_lite": {**_LATENT, "q_lora_rank": 40, "rms_norm_eps": 1e-6},
+    "deepseek_v2": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    },
+    "deepseek_v3": {**_LATENT, "q_lora_rank": 40, **_NOAUX, "n_group": 3, "topk_group": 1},
     "gemma3_text": {
         "num_key_value_heads": 2,
         "head_dim": 32,

@@ -21,15 +21,18 @@ pytestmark = [pytest.mark.e2e]
 
 DENSE = Layout(tp=2, pp=2)
 MIXTURES = {
+    "deepseek_v2": Layout(tp=2, dp=2, ep=2, sequence_parallel=True),
+    "deepseek_v3": Layout(pp=2, dp=2, ep=2),
     "glm4_moe": Layout(pp=2, dp=2, ep=2),
+    "glm4_moe_lite": Layout(pp=2, dp=2, ep=2),
     "mixtral": Layout(pp=2, dp=3, ep=3),
     "qwen3_moe": Layout(tp=1, pp=2, dp=2, ep=2),
     "qwen3_next": Layout(tp=2, dp=2, ep=2, sequence_parallel=True),
     "qwen3_5_moe_text": Layout(pp=2, dp=2, ep=2),
     "qwen2_moe": Layout(dp=2, ep=2),
 }
-TELLING = {("gpt2", 1), ("qwen3", 1), ("qwen3_moe", 2)}
-"""Of the product, what the default suite runs: learned positions and LayerNorms, norms of heads, experts."""
+TELLING = {("gpt2", 1), ("qwen3", 1), ("qwen3_moe", 2), ("deepseek_v3", 1)}
+"""Of the product, what the default suite runs: learned positions and LayerNorms, norms of heads, experts, latents."""
 BFLOAT16_NOISE = 0.3
 """How far transformers in bfloat16 is from itself in float32: 0.29 and 0.20 with the two seeds' weights."""
 BFLOAT16_MIXTURES = 0.85
@@ -64,6 +67,17 @@ def test_a_synced_engine_equals_one_that_loaded_the_files(
         _assert_near(ask(process).raw, expected.raw, kind, "TP 2 against TP 1")
     else:
         assert_same(ask(process), expected, atol=1e-5)  # the sums of a split matrix round elsewhere
+
+
+@pytest.mark.parametrize("kind", [pytest.param("glm4_moe", marks=pytest.mark.matrix), "deepseek_v3"])
+def test_parts_of_routers_stay_in_float32(process: EngineProcess, tmp_path: Path, kind: str) -> None:
+    """In a bfloat16 model, which starts only if its maps have the dtypes of vLLM's parameters."""
+    first, other = (save(random_model(family(kind, dtype="bfloat16"), seed), tmp_path / str(seed)) for seed in (1, 2))
+    start(process, first, weights="files")
+    expected = ask(process)
+    sync(process, other, 1, MIXTURES[kind])
+    sync(process, first, 2, MIXTURES[kind])
+    assert_same(ask(process), expected)
 
 
 def _assert_near(got: Ragged, expected: Ragged, kind: str, what: str) -> None:

@@ -26,8 +26,10 @@ def _loaded(_engine: Any, config: dict[str, Any], tp: int) -> tuple[list[set[Cop
     for rank in range(tp):
         loaders.append(copied_boxes(config, spec.canonical(), tp, rank))
         mapped: set[Copied] = set()
-        for shard in spec.vllm_map(tp, rank).shards:
-            mapped.add((shard.param, shard.box, shard.name, shard.region))
+        shard_map = spec.vllm_map(tp, rank)
+        for shard in shard_map.shards:
+            dtype = shard_map.params[shard.param].dtype
+            mapped.add((shard.param, dtype, shard.box, shard.name, shard.region))
         maps.append(mapped)
     return loaders, maps
 
@@ -35,6 +37,6 @@ def _loaded(_engine: Any, config: dict[str, Any], tp: int) -> tuple[list[set[Cop
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_rank_loads_what_its_map_says(process: EngineProcess, kind: str, tp: int) -> None:
-    loaders, maps = process.apply(_loaded, family(kind).to_dict(), tp)
+    loaders, maps = process.apply(_loaded, family(kind, dtype="bfloat16").to_dict(), tp)
     for rank, (loader, mapped) in enumerate(zip(loaders, maps, strict=True)):
         assert loader == mapped, f"rank {rank}"

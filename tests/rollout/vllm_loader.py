@@ -20,8 +20,8 @@ import torch
 
 from megarl.weights.shard_map import Box, TensorInfo
 
-Copied = tuple[str, Box, str, Box]
-"""A parameter and the box of it, a checkpoint's tensor and the box of it."""
+Copied = tuple[str, str, Box, str, Box]
+"""A parameter, its dtype and the box of it, a checkpoint's tensor and the box of it."""
 
 
 def copied_boxes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], tp: int, rank: int) -> set[Copied]:
@@ -44,12 +44,14 @@ def copied_boxes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
             for copy in copies:
                 assert copy is not None
                 param = f"{names[id(module)]}.{copy.param_name}"
-                shape = tuple(getattr(module, copy.param_name).shape)
+                parameter = getattr(module, copy.param_name)
+                shape = tuple(parameter.shape)
                 source, chain = copy.src
                 view = _viewed(torch.empty(tensors[source].shape, device="meta"), chain)
                 found.add(
                     (
                         param,
+                        str(parameter.dtype).removeprefix("torch."),
                         _box(shape, copy.offset, copy.shape, copy.stride),
                         source,
                         _box(tensors[source].shape, int(view.storage_offset()), view.shape, view.stride()),

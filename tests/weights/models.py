@@ -178,6 +178,43 @@ _GLM4_MOE = {
     "first_k_dense_replace": 1,
 }
 glm4_moe_config = _config(_QWEN2, _GLM4_MOE)
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "q_lora_rank": 10,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "n_group": 1,
+    "topk_group": 1,
+}
+deepseek_v3_config = _config(
+    _QWEN2,
+    _GLM4_MOE,
+    _LATENT,
+    {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "head_dim": 4,
+        "attention_bias": False,
+    },
+)
+deepseek_v2_config = _config(
+    deepseek_v3_config(),
+    {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+    },
+)
+glm4_moe_lite_config = _config(
+    deepseek_v3_config(),
+    {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"},
+)
 gemma3_config = _config(
     _QWEN2,
     {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from megarl.types import Layout
 from megarl.weights.hf_files import CheckpointError, HFDirectory, load_shard, read_config
 from tests.weights import models
 from tests.weights.models import (
+    deepseek_v2_config,
+    deepseek_v3_config,
     gemma3_config,
     glm4_moe_config,
+    glm4_moe_lite_config,
     gpt2_config,
     llama_config,
     qwen2_moe_config,
@@ -36,10 +40,12 @@ CONFIGS |= {f"{name}-tied": models.CONFIGS[name](tie_word_embeddings=True) for n
 CONFIGS["qwen3_5"] = qwen3_5_config()
 CONFIGS["qwen2_moe"] = qwen2_moe_config()
 CONFIGS["qwen3_next"] = qwen3_next_config()
+CONFIGS["deepseek_v2"] = deepseek_v2_config()
+CONFIGS["deepseek_v3"] = deepseek_v3_config()
 CONFIGS["gemma3"] = gemma3_config()
 CONFIGS["llama-biased"] = llama_config(attention_bias=True, mlp_bias=True)
 CONFIGS["gpt2-untied"] = gpt2_config(tie_word_embeddings=False, n_inner=36)
-WITHOUT = {"qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "glm4_moe"}
+WITHOUT = {"qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "glm4_moe", "glm4_moe_lite"}
 """Families with tests of their own: of whole models, and those without a class with a score head."""
 
 
@@ -97,11 +103,11 @@ def test_a_whole_model_has_the_decoders_tensors_and_its_own_config(tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("config", [qwen3_5_moe_config(), glm4_moe_config()], ids=["qwen3_5_moe", "glm4_moe"])
+@pytest.mark.parametrize("make", [qwen3_5_moe_config, glm4_moe_config, glm4_moe_lite_config])
 def test_a_mixture_without_a_score_class_has_the_tensors_that_transformers_writes(
-    tmp_path: Path, config: dict[str, Any]
+    tmp_path: Path, make: Callable[[], dict[str, Any]]
 ) -> None:
-    save(tmp_path, config)
+    save(tmp_path, make())
     spec = model_spec(read_config(tmp_path))
     assert spec.canonical() == HFDirectory(tmp_path).tensors
 

@@ -112,7 +112,7 @@ def quantized_models(cluster: Cluster, model: Model, rollout: Rollout) -> Iterat
     if dtype not in ("bfloat16", "float16"):
         rule = f"the model must be of bfloat16 or float16; it is of {dtype}"
         yield "rollout.quantization", rule, "set it to null"
-    experts = hf.get("num_experts") or hf.get("num_local_experts")
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or hf.get("n_routed_experts")
     if experts and cluster.device == "cpu":
         yield "rollout.quantization", "vLLM cannot quantize experts on a CPU", "set it to null"
 
