@@ -40,6 +40,7 @@ class RoleSpec:
         vocab_size: number of token ids in use; None: all of the model's.
         longest: most positions of a sequence in the run.
         training: settings of the training; None for inference only.
+        replays_routes: whether tokens go to the experts that engines have chosen.
         reference_weight: weight of the actor in a soft update of this role; None
             without soft updates.
     """
@@ -56,6 +57,7 @@ class RoleSpec:
     longest: int
     training: TrainingSpec | None
     reference_weight: float | None
+    replays_routes: bool = False
 
     @property
     def is_frozen(self) -> bool:
@@ -136,4 +138,5 @@ def _role_spec(config: RunConfig, name: RoleName, checkpoint: str | None) -> Rol
         longest=config.longest_sequence,
         training=training,
         reference_weight=config.reference_weight if name == "reference" else None,
+        replays_routes=name == "actor" and config.replays_routes,
     )

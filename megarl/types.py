@@ -204,6 +204,10 @@ class RolloutChunk:
         kept_counts: N rows of int32, number of ids from which each token was sampled; 0 for too
             many of them, where the log-probability is 0 too. None where the ids are not recorded.
         kept_ids: N rows of int32, these ids, those of one token after those of another.
+        routes: N rows of uint8 or uint16, the experts of every position of prompt and response but
+            the last: [positions, layers with experts, experts of a token], flattened. The largest
+            number stands for positions that the engine did not compute, as of a cached prefix.
+            None where they are not recorded.
     """
 
     sample_ids: tuple[str, ...]
@@ -218,6 +222,7 @@ class RolloutChunk:
     turn_rewards: Ragged | None = None
     kept_counts: Ragged | None = None
     kept_ids: Ragged | None = None
+    routes: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +307,10 @@ class TextChunk:
     @property
     def kept_ids(self) -> None:
         """Returns None: no engine sampled a text."""
+
+    @property
+    def routes(self) -> None:
+        """Returns None: no engine computed a text."""
 
 
 @dataclass(frozen=True, kw_only=True)

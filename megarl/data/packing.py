@@ -60,6 +60,9 @@ class TokenChunk(Protocol):
     @property
     def kept_ids(self) -> Ragged | None: ...
 
+    @property
+    def routes(self) -> Ragged | None: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackShape:
@@ -86,6 +89,8 @@ class PackedBatch:
         last_positions: position of each row's last token, [B] int64.
         kept: each response token, the other ids from which it was sampled, and -1 after them, [T, K]
             int32; None where they are not recorded. A token of too many has no others.
+        routes: experts of each position, [S, layers with experts x experts of a token], as of
+            ``RolloutChunk``; None where they are not recorded.
     """
 
     shape: PackShape
@@ -95,6 +100,7 @@ class PackedBatch:
     labels: Ids
     last_positions: Ids
     kept: Int32Array | None = None
+    routes: AnyArray | None = None
 
 
 def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
@@ -135,6 +141,7 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
         labels=tokens[labelled],
         last_positions=ends - 1,
         kept=_kept(rows, chunks, tokens[labelled]),
+        routes=_routes(rows, chunks, shape),
     )
 
 
@@ -159,6 +166,23 @@ def _kept(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], labels: Ids) -> I
     kept[:, 0] = labels
     kept[:, 1:][np.arange(kept.shape[1] - 1) < per_token[:, None]] = others[is_other]
     return kept
+
+
+def _routes(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], shape: PackShape) -> AnyArray | None:
+    """Returns ``PackedBatch.routes``."""
+    recorded: list[tuple[int, AnyArray]] = []
+    for row, start in zip(rows, shape.cu_seqlens.tolist(), strict=False):
+        routes = chunks[row.chunk].routes
+        if routes is not None and row.tokens > 1:
+            recorded.append((start, routes[row.row].reshape(row.tokens - 1, -1)))
+    if not recorded:
+        return None
+    _, first = recorded[0]
+    none = np.iinfo(first.dtype).max
+    found = np.full((int(shape.cu_seqlens[-1]), first.shape[1]), none, dtype=first.dtype)
+    for start, routes in recorded:
+        found[start : start + len(routes)] = routes
+    return found
 
 
 def _sampled_positions(row: PackRow, chunk: TokenChunk) -> Ids:

@@ -102,6 +102,7 @@ def build_experience(
             loss_mask=chunk.loss_mask,
             kept_counts=chunk.kept_counts,
             kept_ids=chunk.kept_ids,
+            routes=chunk.routes,
             **{name: column[index] for name, column in parts.items()},
         )
     return experience, ExperienceReport(metrics=metrics, value_norm=moments and asdict(moments))

@@ -106,7 +106,7 @@ class ExperienceChunk:
         scored_mask: 1 where the critic learns, on the tokens of scored responses, else 0; None
             where all are scored.
         ages: versions between the weights that sampled a token and the actor's.
-        kept_counts, kept_ids: see ``RolloutChunk``.
+        kept_counts, kept_ids, routes: see ``RolloutChunk``.
     """
 
     sample_ids: tuple[str, ...]
@@ -126,8 +126,9 @@ class ExperienceChunk:
     loss_mask: Ragged | None = None
     kept_counts: Ragged | None = None
     kept_ids: Ragged | None = None
+    routes: Ragged | None = None
 
 
-_OTHERS = ("sample_ids", "prompt_ids", "response_ids", "loss_mask", "kept_counts", "kept_ids")
+_OTHERS = ("sample_ids", "prompt_ids", "response_ids", "loss_mask", "kept_counts", "kept_ids", "routes")
 TOKEN_COLUMNS = tuple(field.name for field in fields(ExperienceChunk) if field.name not in _OTHERS)
 """The columns of ``ExperienceChunk`` with a number per sampled token."""

@@ -27,6 +27,7 @@ from megarl.rollout.completions import ResponseEnds
 from megarl.rollout.drafts import DraftCounts
 from megarl.rollout.engine import EngineOptions, PickRequest, RolloutEngine, TruncateRequest
 from megarl.rollout.replay import RecordingEngine, ReplayingEngine
+from megarl.rollout.routes import records_routes
 from megarl.types import Pickled, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
 
 _OVERLOAD = 2
@@ -468,7 +469,8 @@ def launch_engines(
         engine = RecordingEngine
     elif rollout.replay is not None:
         engine = ReplayingEngine
-    vocab = model_spec(config.model.hf_config()).ids_in_use(config.model.vocab_size)
+    spec = model_spec(config.model.hf_config())
+    vocab = spec.ids_in_use(config.model.vocab_size)
     tokenizer = None
     if rollout.stop:
         tokenizer = config.model.tokenizer_directory(model_dir)
@@ -476,6 +478,7 @@ def launch_engines(
         engine_options(config.cluster, vocab, weights, tokenizer),
         besides_cache=besides_cache,
         kept_max=config.recorded_kept_max,
+        records_routes=config.replays_routes and records_routes(spec, config.cluster.device),
     )
     replacements = rollout.max_replacements if weights == "sync" else 0
     return RolloutGroup(session, rollout, model_dir, options, engine=engine, replacements=replacements)

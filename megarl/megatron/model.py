@@ -31,7 +31,6 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -47,6 +46,7 @@ from megarl.megatron.latent_attention import LatentAttention
 from megarl.megatron.layer_options import LocalRopeAttention, PostNormLinear
 from megarl.megatron.platform.kernels import LayerKind, layer_kind
 from megarl.megatron.rotary import rotations
+from megarl.megatron.routing import MixtureLayer, Router
 from megarl.models import ModelSpec
 from megarl.models.hf_config import LayerSpec
 from megarl.models.transformer_engine import name_in_maps
@@ -102,26 +102,6 @@ def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(values)
     parameter.sequence_parallel = config.sequence_parallel
     return parameter
-
-
-class Router(TopKRouter):
-    """Chooses experts by their softmax or sigmoid in float32, as Hugging Face.
-
-    Logits are in the hidden states' dtype, or as ``moe_router_dtype`` says. ``expert_bias``, [experts]
-    in float32, has no gradient.
-
-    Megatron makes the weight on the CPU and moves it in the first pass
-    (moe/router.py, 0.19), which breaks references.
-    """
-
-    def __init__(self, config: TransformerConfig, **arguments: Any) -> None:
-        super().__init__(config, **arguments)
-        self.to(torch.cuda.current_device())
-        if self.enable_expert_bias:
-            # A parameter goes wherever weights go. Megatron would change it by the experts' loads.
-            bias: Any = self._buffers.pop("expert_bias")
-            self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
-            self.frozen_expert_bias = True
 
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
@@ -212,6 +192,7 @@ class RoleModel:
     Args:
         vocab_size: number of token ids in use; those from it on have no probability.
         fused: whether norms, activation and log-probabilities are fused kernels.
+        replays_routes: whether tokens go to the experts that an engine has recorded.
     """
 
     chunks: list[PackedModel]
@@ -219,6 +200,7 @@ class RoleModel:
     groups: ProcessGroupCollection
     vocab_size: int
     fused: bool
+    replays_routes: bool = False
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns the local parameters by shard-map name, ``chunk:name``; RuntimeError if offloaded."""
@@ -322,6 +304,7 @@ def build_model(
     recompute: Recompute = "none",
     layers: LayerChoice = "auto",
     fused: bool = False,
+    replays_routes: bool = False,
 ) -> RoleModel:
     """Builds this rank's chunks; parameters are uninitialized.
 
@@ -354,12 +337,24 @@ def build_model(
             vp_stage=chunk if layout.vpp > 1 else None,
             **spec.gpt_arguments(layout.tp, head),
         )
+        mixtures = [number for number, kind in enumerate(spec.table.layers) if kind.is_mixture]
+        numbers = spec.layers(layout, stage, chunk)
+        for number, layer in zip(numbers, model.decoder.layers, strict=True):
+            if isinstance(layer, MixtureLayer):
+                layer.index = mixtures.index(number)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable and not name.endswith(".expert_bias"))
         model.train(trainable)
         chunks.append(model)
     ids = spec.ids_in_use(vocab_size)
-    return RoleModel(chunks=chunks, config=config, groups=groups, vocab_size=ids, fused=fused)
+    return RoleModel(
+        chunks=chunks,
+        config=config,
+        groups=groups,
+        vocab_size=ids,
+        fused=fused,
+        replays_routes=replays_routes,
+    )
 
 
 def _require_agreement(kind: LayerKind, ranks: dist.ProcessGroup) -> None:
@@ -404,6 +399,7 @@ def _local_layer(config: TransformerConfig, spec: ModelSpec, kind: LayerSpec, no
         if config.moe_shared_expert_intermediate_size is not None:
             modules.shared_experts = partial(SharedExpert, submodules=layer.submodules.mlp.keywords["submodules"])
         layer.submodules.mlp = partial(MoELayer, submodules=modules)
+        layer.module = MixtureLayer
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
     if kind.is_delta_net:

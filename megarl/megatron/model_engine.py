@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from megarl.megatron.offload import HostCopy, release, share
 from megarl.megatron.optimizer import ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
 from megarl.megatron.parallel import GroupCache, build_groups
 from megarl.megatron.pipeline import LastStage, MicroBatch, Work, micro_batches, run_forward, run_schedule
+from megarl.megatron.routing import take_counts
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.models import ModelSpec, model_spec
 from megarl.role_specs import Recompute, RoleSpec
@@ -60,6 +61,7 @@ class ModelEngine:
         layers: LayerChoice = "auto",
         fused: bool = False,
         frozen: bool = False,
+        replays_routes: bool = False,
     ) -> None:
         self.name = name
         self.spec = spec
@@ -79,6 +81,7 @@ class ModelEngine:
             recompute=recompute,
             layers=layers,
             fused=fused,
+            replays_routes=replays_routes and spec.dims.experts > 0,
         )
         self.optimizer: ShardedOptimizer | None = None
         self.ema: WeightEMA | None = None
@@ -260,6 +263,8 @@ class ModelEngine:
                 pack_tokens = schedule.pack_tokens
                 results = run_schedule(model, optimizer.chunks, work, pack_tokens, optimizer.loss_factor)
                 taken = self._optimizer_step(optimizer)
+                if model.replays_routes:
+                    taken |= take_counts(self._layers(), model.groups.intra_dist_opt)
                 steps.append({**self._reduced(results), **taken})
         return steps
 
@@ -279,6 +284,11 @@ class ModelEngine:
         if stepped and self.ema is not None:
             self.ema.update()
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
+
+    def _layers(self) -> Iterator[Any]:
+        for chunk in self.model.chunks:
+            layers: Any = chunk.decoder.layers
+            yield from layers
 
     def _reduced(self, results: Sequence[tuple[Tensor, LossMetrics]]) -> dict[str, float]:
         """Reduces over micro-batches and replicas."""
@@ -308,6 +318,7 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
         layers=spec.layers,
         fused=spec.fused,
         frozen=spec.is_frozen,
+        replays_routes=spec.replays_routes,
     )
     new_head = spec.new_head
     manifest = model.manifest(engine.head, new_head=new_head is not None)

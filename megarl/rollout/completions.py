@@ -40,6 +40,7 @@ class Response:
     loss_mask: Sequence[bool] | None = None
     kept_counts: Sequence[int] | AnyArray | None = None
     kept_ids: Sequence[int] | AnyArray | None = None
+    routes: AnyArray | None = None
 
 
 class PendingChunk:
@@ -90,6 +91,7 @@ def pack_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleIn
         finished=np.array([response.finished for response in responses], dtype=np.bool_),
         versions=tuple(response.versions for response in responses),
         loss_mask=_join_masks([response.loss_mask for response in responses], response_ids),
+        routes=_join_routes([response.routes for response in responses]),
         **kept_columns(responses),
     )
     return sample_infos(index, chunk, [prompt.prompt_id for prompt in prompts]), chunk
@@ -103,6 +105,14 @@ def _join_masks(masks: Sequence[Sequence[bool] | BoolArray | None], response_ids
     for mask, length in zip(masks, response_ids.lengths, strict=True):
         rows.append(np.ones(length, np.bool_) if mask is None else mask)
     return Ragged.from_rows(rows, np.bool_)
+
+
+def _join_routes(routes: Sequence[AnyArray | None]) -> Ragged | None:
+    """Returns the routes of responses; None where one has none."""
+    rows = [row for row in routes if row is not None]
+    if not rows or len(rows) < len(routes):
+        return None
+    return Ragged.from_rows(rows, rows[0].dtype)
 
 
 def version_spans(spans: Iterable[Sequence[int]]) -> tuple[VersionSpan, ...]:
@@ -122,6 +132,7 @@ _RAGGED = (
     "turn_rewards",
     "kept_counts",
     "kept_ids",
+    "routes",
 )
 
 
@@ -187,7 +198,7 @@ def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -
     columns: dict[str, Any] = {}
     for name in (*_RAGGED, "finished", "rewards"):
         values: Ragged | AnyArray | None = getattr(first, name)
-        if values is None or name in ("loss_mask", "kept_counts", "kept_ids"):
+        if values is None or name in ("loss_mask", "kept_counts", "kept_ids", "routes"):
             continue
         picked = [getattr(chunk, name)[row] for chunk, row in sources]
         if isinstance(values, Ragged):
@@ -197,7 +208,11 @@ def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -
     masks: list[BoolArray | None] = []
     for chunk, row in sources:
         masks.append(None if chunk.loss_mask is None else chunk.loss_mask[row])
+    routes: list[AnyArray | None] = []
+    for chunk, row in sources:
+        routes.append(None if chunk.routes is None else chunk.routes[row])
     return RolloutChunk(
+        routes=_join_routes(routes),
         sample_ids=tuple(chunk.sample_ids[row] for chunk, row in sources),
         versions=tuple(chunk.versions[row] for chunk, row in sources),
         loss_mask=_join_masks(masks, columns["response_ids"]),
@@ -247,8 +262,17 @@ def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutCh
         kept_counts = _cut(kept_counts, ends)
         sums = np.concatenate([[0], np.cumsum(kept_counts.values)])
         kept_ids = _cut(kept_ids, np.diff(sums[kept_counts.offsets]).tolist())
+    routes = chunk.routes
+    if routes is not None:
+        positions: list[int] = []
+        lengths = np.add(chunk.prompt_ids.lengths, chunk.response_ids.lengths)
+        for prompt, length, end, row in zip(chunk.prompt_ids, lengths, stops, routes, strict=True):
+            of_position = len(row) // max(int(length) - 1, 1)
+            positions.append(of_position * max(len(prompt) + end - 1, 0))
+        routes = _cut(routes, positions)
     return replace(
         chunk,
+        routes=routes,
         kept_counts=kept_counts,
         kept_ids=kept_ids,
         response_ids=_cut(chunk.response_ids, stops),

@@ -32,6 +32,7 @@ from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes, most_sequenc
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.kept_sets import kept_sets, with_sampling_mask
 from megarl.rollout.requests import Requests, Turns, generation_params, scoring_params, stop_token_ids
+from megarl.rollout.routes import response_routes
 from megarl.rollout.vllm_environment import (
     DECODER_FORMAT,
     importing_vllm,
@@ -69,6 +70,7 @@ class EngineOptions:
         besides_cache: the most bytes that a GPU of an engine holds besides the cache while it has that.
         threads: threads of each process with device cpu.
         kept_max: most ids, from which a token was sampled, that are recorded; None records none.
+        records_routes: whether responses have the experts of their tokens.
     """
 
     vocab_size: int
@@ -79,6 +81,7 @@ class EngineOptions:
     besides_cache: int = 0
     threads: int = 1
     kept_max: int | None = None
+    records_routes: bool = False
 
 
 class RolloutEngine:
@@ -177,6 +180,7 @@ class RolloutEngine:
             logprobs_mode="processed_logprobs",
             max_logprobs=self._recorded_logprobs,
             return_sampling_mask=self._has_masks,
+            enable_return_routed_experts=options.records_routes and not cpu,
             generation_config="vllm",
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -187,6 +191,8 @@ class RolloutEngine:
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches
         self._requests = Requests(self._llm)
         self._call("prepare", self.shard_maps(), options.vocab_size)
+        if options.records_routes and cpu:
+            self._call("record_routes", self._spec.dims.layers)
         if self._inflight:
             self._llm.set_weight_version(str(self.version))
         if self._rollout.sleep:
@@ -449,6 +455,11 @@ class RolloutEngine:
         kept_max = self._options.kept_max
         if kept_max is not None:
             values = kept_sets(completion, kept_max)
+        if self._options.records_routes:
+            recorded = None
+            if self._options.device == "cpu":
+                recorded = self._call("take_routes", output.request_id)[0]
+            values["routes"] = response_routes(output, self._spec, recorded)
         return Response(
             request=request,
             token_ids=completion.token_ids,

@@ -18,7 +18,8 @@ from megarl.types import RolloutChunk, SampleRequest, WorkItem
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-_OPTIONAL = ("loss_mask", "kept_counts", "kept_ids")
+_LISTS = ("loss_mask", "kept_counts", "kept_ids")
+_OPTIONAL = (*_LISTS, "routes")
 _EVALUATION = "0"
 """The step in the sample ids of evaluations, which repeat."""
 
@@ -102,7 +103,8 @@ def read_response(directory: Path, request: SampleRequest, rollout: Rollout, kep
             logprobs=stored["rollout_logprobs"].tolist(),
             finished=bool(stored["finished"]),
             versions=version_spans(stored["versions"].tolist()),
-            **{name: stored[name].tolist() for name in _OPTIONAL if name in stored},
+            routes=stored.get("routes"),
+            **{name: stored[name].tolist() for name in _LISTS if name in stored},
         )
 
 

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from megarl.resharding import Connection, Receiver, SyncError, SyncSpec, SyncStats, connect
 from megarl.rollout.decoder_loader import DecoderLoader as DecoderLoader  # registered for vLLM
 from megarl.rollout.draft_checks import mend_draft_checks
+from megarl.rollout.routes import RouteRecorder
 from megarl.rollout.vllm_layers import Layer, running_layer
 from megarl.stacks import answer_as_child
 from megarl.weights.shard_map import Box, ShardMap, TensorInfo
@@ -264,6 +265,12 @@ class WorkerExtension:
         """
         try:
             with set_current_vllm_config(self.vllm_config):
+                if method == "record_routes":
+                    self.megarl_routes = RouteRecorder(self.model_runner, *args)
+                    return CallOutcome()
+                if method == "take_routes":
+                    routes = self.megarl_routes.take(*args)
+                    return CallOutcome(value=routes if self.rank == 0 else None)
                 if method == "prepare":
                     mend_draft_checks(self.vllm_config)
                     self.weight_transfer_engine = ShardReceiver(self, *args)

@@ -23,6 +23,7 @@ class Tokens:
     loss_mask: Ragged | None = None
     kept_counts: Ragged | None = None
     kept_ids: Ragged | None = None
+    routes: Ragged | None = None
 
 
 def make_chunks(lengths: list[list[tuple[int, int]]]) -> tuple[dict[int, Tokens], list[PackRow]]:

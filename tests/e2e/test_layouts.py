@@ -53,6 +53,8 @@ def test_the_first_update_does_not_depend_on_the_layout(debug_run: DebugRun, tmp
 def test_an_moe_model_trains_and_its_engine_gets_the_weights(tmp_path: Path) -> None:
     train(tmp_path / "run", *MIXTURE, "run.steps=2").assert_succeeded()
     assert_trained(tmp_path / "run", steps=2)
+    for line in lines(tmp_path / "run" / "metrics.jsonl"):
+        assert line["policy/rerouted"] < 0.05, "trainer and engine choose other experts in float32"
 
 
 def assert_trained(directory: Path, steps: int) -> None:

@@ -63,6 +63,7 @@ def start(
     device: str = "cpu",
     tokenizer: Path | None = None,
     kept_max: int | None = None,
+    records_routes: bool = False,
     **changes: Any,
 ) -> None:
     """Starts an engine; the changes are of its rollout settings."""
@@ -75,6 +76,7 @@ def start(
             tokenizer=None if tokenizer is None else str(tokenizer),
             weights=weights,
             kept_max=kept_max,
+            records_routes=records_routes,
         ),
         engine_id=3,
     )

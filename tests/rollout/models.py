@@ -161,11 +161,11 @@ ONLY_BFLOAT16 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """vLLM's kernels of delta nets on a CPU take nothing else (0.32)."""
 
 
-def family(kind: str, *, dtype: str = "float32") -> PreTrainedConfig:
-    """A family's config: a prime vocabulary, layers that two stages divide unevenly."""
+def family(kind: str, *, dtype: str = "float32", **changes: Any) -> PreTrainedConfig:
+    """A family's config: a prime vocabulary, layers that two stages divide unevenly, and changes."""
     common = {name: _SIZES[name] for name in ("initializer_range", "bos_token_id", "eos_token_id")}
     sizes = common if kind == "gpt2" else {**_SIZES, "num_hidden_layers": 3}
-    return AutoConfig.for_model(kind, **{**sizes, "vocab_size": 103, **FAMILIES[kind], "dtype": dtype})
+    return AutoConfig.for_model(kind, **{**sizes, "vocab_size": 103, **FAMILIES[kind], "dtype": dtype, **changes})
 
 
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:

@@ -77,6 +77,22 @@ def test_a_response_is_truncated_at_the_first_such_token_after_a_minimum_length(
     assert chunk.prompt_ids is whole.prompt_ids
 
 
+def test_recorded_experts_are_cut_and_selected_with_their_samples() -> None:
+    """Two experts of one layer for each position but the last."""
+    rows: list[Response] = []
+    for name, prompt, tokens in (("a", (1, 2), [3, 13, 4]), ("b", (1,), [5])):
+        positions = len(prompt) + len(tokens) - 1
+        routes = np.arange(2 * positions, dtype=np.uint8)
+        rows.append(replace(response(name, prompt, tokens, finished=True), routes=routes))
+    _, whole = pack_chunk(0, rows)
+    cut = truncate_responses(whole, 13, 1).routes
+    assert cut is not None
+    assert [row.tolist() for row in cut] == [[0, 1, 2, 3, 4, 5], [0, 1]]
+    selected = select_rows({0: whole}, [(0, 1), (0, 0)]).routes
+    assert selected is not None
+    assert [row.tolist() for row in selected] == [[0, 1], [0, 1, 2, 3, 4, 5, 6, 7]]
+
+
 def test_chunks_round_trip_through_a_file_bit_for_bit(tmp_path: Path) -> None:
     """More than ten of them, of one to three rows; spans of several versions and engines; any text as an id."""
     chunks = []

@@ -59,9 +59,12 @@ def test_a_recorded_conversation_keeps_its_mask(tmp_path: Path) -> None:
 def test_recorded_ids_of_which_tokens_were_sampled_are_replayed(tmp_path: Path) -> None:
     counts = Ragged.from_rows([[1], [2, 0, 1]], np.int32)
     ids = Ragged.from_rows([[1], [2, 4, 0]], np.int32)
-    write_sample(tmp_path, replace(CHUNK, kept_counts=counts, kept_ids=ids), 1, ROLLOUT)
+    routes = Ragged.from_rows([[0], [3, 7, 255]], np.uint8)
+    write_sample(tmp_path, replace(CHUNK, kept_counts=counts, kept_ids=ids, routes=routes), 1, ROLLOUT)
     response = read_response(tmp_path, request(1, (8,)), ROLLOUT)
     assert (response.kept_counts, response.kept_ids) == ([2, 0, 1], [2, 4, 0])
+    assert response.routes is not None
+    assert (response.routes.dtype, response.routes.tolist()) == (np.uint8, [3, 7, 255])
 
 
 def test_an_engine_records_only_training_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,11 @@ class RunConfig(Section):
         return None
 
     @property
+    def replays_routes(self) -> bool:
+        """Whether the actor's tokens go to the experts that the engines chose, if there are some."""
+        return False
+
+    @property
     def engine_settings(self) -> Rollout | None:
         """The settings of the run's engines; None without engines."""
         return None

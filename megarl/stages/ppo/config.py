@@ -64,6 +64,10 @@ class PPOConfig(RolloutTrainingConfig):
         return None
 
     @property
+    def replays_routes(self) -> bool:
+        return self.rollout.router_replay and not self.algo.is_likelihood
+
+    @property
     def teachers(self) -> Mapping[str, str]:
         return self.reference.teachers
 
