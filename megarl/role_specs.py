@@ -111,6 +111,11 @@ def teacher_key(name: str) -> str:
     return f"reference.{name}"
 
 
+def _computes_as_engines(name: RoleName, checkpoint: str | None) -> bool:
+    """Whether a role has the engines' experts: the actor, and what it was, which the KL compares with it."""
+    return name == "actor" or (name == "reference" and checkpoint is None)
+
+
 def _role_spec(config: RunConfig, name: RoleName, checkpoint: str | None) -> RoleSpec:
     placed = config.role(name)
     vocab_size = config.model.vocab_size
@@ -138,5 +143,5 @@ def _role_spec(config: RunConfig, name: RoleName, checkpoint: str | None) -> Rol
         longest=config.longest_sequence,
         training=training,
         reference_weight=config.reference_weight if name == "reference" else None,
-        replays_routes=name == "actor" and config.replays_routes,
+        replays_routes=config.replays_routes and _computes_as_engines(name, checkpoint),
     )

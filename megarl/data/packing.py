@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megarl.errors import RunError
 from megarl.types import AnyArray, FloatArray, Int32Array, Int64Array, PackRow, Ragged, RolloutChunk, SampleInfo
 
 PAD_TOKEN_ID = 0  # any id of the vocabulary would do
@@ -65,6 +66,21 @@ class TokenChunk(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutedLayers:
+    """The layers of a rank whose tokens go to recorded experts.
+
+    Args:
+        layers: their numbers among the model's layers with experts.
+        of: number of these.
+        experts: number of experts of a token.
+    """
+
+    layers: tuple[int, ...]
+    of: int
+    experts: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackShape:
     """The lengths of a pack's sequences, padding included; every pipeline stage needs them.
 
@@ -89,8 +105,8 @@ class PackedBatch:
         last_positions: position of each row's last token, [B] int64.
         kept: each response token, the other ids from which it was sampled, and -1 after them, [T, K]
             int32; None where they are not recorded. A token of too many has no others.
-        routes: experts of each position, [S, layers with experts x experts of a token], as of
-            ``RolloutChunk``; None where they are not recorded.
+        routes: experts of each position, [S, layers of a rank, experts of a token], as of
+            ``RolloutChunk``; None where they are not recorded, or not asked for.
     """
 
     shape: PackShape
@@ -115,11 +131,14 @@ def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
     return PackShape(cu_seqlens=np.concatenate([[0], ends]).astype(np.int32), max_seqlen=max(lengths))
 
 
-def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) -> PackedBatch:
+def pack(
+    rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int, routed: RoutedLayers | None = None
+) -> PackedBatch:
     """Packs the tokens of the rows; the rows say where each response begins.
 
     Args:
         pack_tokens: padded number of tokens, S.
+        routed: the layers whose recorded experts are packed; None: none.
     """
     shape = pack_shape(rows, pack_tokens)
     tokens = np.full(pack_tokens, PAD_TOKEN_ID, dtype=np.int64)
@@ -141,7 +160,7 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
         labels=tokens[labelled],
         last_positions=ends - 1,
         kept=_kept(rows, chunks, tokens[labelled]),
-        routes=_routes(rows, chunks, shape),
+        routes=None if routed is None else _routes(rows, chunks, shape, routed),
     )
 
 
@@ -168,20 +187,28 @@ def _kept(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], labels: Ids) -> I
     return kept
 
 
-def _routes(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], shape: PackShape) -> AnyArray | None:
-    """Returns ``PackedBatch.routes``."""
-    recorded: list[tuple[int, AnyArray]] = []
+def _routes(
+    rows: Sequence[PackRow], chunks: Chunks[TokenChunk], shape: PackShape, routed: RoutedLayers
+) -> AnyArray | None:
+    """Returns ``PackedBatch.routes``; RunError for those of another model."""
+    found: AnyArray | None = None
+    layers = list(routed.layers)
     for row, start in zip(rows, shape.cu_seqlens.tolist(), strict=False):
         routes = chunks[row.chunk].routes
-        if routes is not None and row.tokens > 1:
-            recorded.append((start, routes[row.row].reshape(row.tokens - 1, -1)))
-    if not recorded:
-        return None
-    _, first = recorded[0]
-    none = np.iinfo(first.dtype).max
-    found = np.full((int(shape.cu_seqlens[-1]), first.shape[1]), none, dtype=first.dtype)
-    for start, routes in recorded:
-        found[start : start + len(routes)] = routes
+        if routes is None or len(routes[row.row]) == 0:
+            continue
+        recorded = routes[row.row]
+        positions = row.tokens - 1
+        if len(recorded) != positions * routed.of * routed.experts:
+            raise RunError(
+                f"{len(recorded)} recorded experts are not those of {positions} positions of this model: "
+                "replay rollouts of the same model, or set rollout.router_replay to false"
+            )
+        if found is None:
+            none = np.iinfo(recorded.dtype).max
+            every = (int(shape.cu_seqlens[-1]), len(layers), routed.experts)
+            found = np.full(every, none, dtype=recorded.dtype)
+        found[start : start + positions] = recorded.reshape(positions, routed.of, -1)[:, layers]
     return found
 
 

@@ -78,7 +78,7 @@ class PackParams(PackedSeqParams):
     Args:
         positions: [S] int64, each position's index in its sequence.
         sequences: without rope's ends, which Transformer Engine would take for padding.
-        routes: [S, layers with experts, experts of a token], recorded ones; None: none.
+        routes: [S, layers with experts of this rank, experts of a token], recorded ones; None: none.
         local_angles: [S, 1, 1, D] float32, angles of layers with windows that have their own; ``PackedModel`` sets it.
     """
 

@@ -38,6 +38,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.schema import LayerChoice
+from megarl.data.packing import RoutedLayers
 from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
 from megarl.megatron.delta_net import DeltaNet
@@ -192,7 +193,7 @@ class RoleModel:
     Args:
         vocab_size: number of token ids in use; those from it on have no probability.
         fused: whether norms, activation and log-probabilities are fused kernels.
-        replays_routes: whether tokens go to the experts that an engine has recorded.
+        routed: layers whose tokens go to the experts that an engine has recorded; None: such are not used.
     """
 
     chunks: list[PackedModel]
@@ -200,7 +201,7 @@ class RoleModel:
     groups: ProcessGroupCollection
     vocab_size: int
     fused: bool
-    replays_routes: bool = False
+    routed: RoutedLayers | None = None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns the local parameters by shard-map name, ``chunk:name``; RuntimeError if offloaded."""
@@ -318,6 +319,7 @@ def build_model(
     kind = layer_kind(layers, spec.dims, spec.table.kinds, str(dtype).removeprefix("torch."), device)
     _require_agreement(kind, groups.intra_dist_opt)
     norm = _norm(config, kind, fused)
+    mixtures = 0
     chunks: list[PackedModel] = []
     for chunk in range(layout.vpp):
         layer_specs: list[ModuleSpec] = []
@@ -337,15 +339,17 @@ def build_model(
             vp_stage=chunk if layout.vpp > 1 else None,
             **spec.gpt_arguments(layout.tp, head),
         )
-        mixtures = [number for number, kind in enumerate(spec.table.layers) if kind.is_mixture]
-        numbers = spec.layers(layout, stage, chunk)
-        for number, layer in zip(numbers, model.decoder.layers, strict=True):
+        for layer in model.decoder.layers:
             if isinstance(layer, MixtureLayer):
-                layer.index = mixtures.index(number)
+                layer.index = mixtures
+                mixtures += 1
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable and not name.endswith(".expert_bias"))
         model.train(trainable)
         chunks.append(model)
+    routed: RoutedLayers | None = None
+    if replays_routes and spec.dims.experts:
+        routed = _routed_layers(spec, layout, stage)
     ids = spec.ids_in_use(vocab_size)
     return RoleModel(
         chunks=chunks,
@@ -353,8 +357,20 @@ def build_model(
         groups=groups,
         vocab_size=ids,
         fused=fused,
-        replays_routes=replays_routes,
+        routed=routed,
     )
+
+
+def _routed_layers(spec: ModelSpec, layout: Layout, stage: int) -> RoutedLayers:
+    """Returns the layers with experts of a stage."""
+    mixtures = [number for number, kind in enumerate(spec.table.layers) if kind.is_mixture]
+    own: list[int] = []
+    for chunk in range(layout.vpp):
+        for number in spec.layers(layout, stage, chunk):
+            if number in mixtures:
+                own.append(mixtures.index(number))
+    experts = spec.table.megatron["moe_router_topk"]
+    return RoutedLayers(layers=tuple(own), of=len(mixtures), experts=experts)
 
 
 def _require_agreement(kind: LayerKind, ranks: dist.ProcessGroup) -> None:

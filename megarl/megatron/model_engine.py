@@ -81,7 +81,7 @@ class ModelEngine:
             recompute=recompute,
             layers=layers,
             fused=fused,
-            replays_routes=replays_routes and spec.dims.experts > 0,
+            replays_routes=replays_routes,
         )
         self.optimizer: ShardedOptimizer | None = None
         self.ema: WeightEMA | None = None
@@ -263,7 +263,7 @@ class ModelEngine:
                 pack_tokens = schedule.pack_tokens
                 results = run_schedule(model, optimizer.chunks, work, pack_tokens, optimizer.loss_factor)
                 taken = self._optimizer_step(optimizer)
-                if model.replays_routes:
+                if model.routed is not None:
                     taken |= take_counts(self._layers(), model.groups.intra_dist_opt)
                 steps.append({**self._reduced(results), **taken})
         return steps

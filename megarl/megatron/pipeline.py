@@ -110,17 +110,11 @@ def _factor(weight: Any, replicas: torch.distributed.ProcessGroup, micro_batches
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A pack on one stage.
-
-    Args:
-        batch: None on stages between the first and the last that route on their own.
-        replays_routes: whether the recorded experts are used.
-    """
+    """A pack on one stage; ``batch`` is None between the first and the last one, unless routes are replayed."""
 
     rows: tuple[PackRow, ...]
     shape: PackShape
     batch: PackedBatch | None
-    replays_routes: bool
 
     @property
     def tokens(self) -> PackedBatch:
@@ -132,10 +126,7 @@ class MicroBatch:
         """The arrays of the pack on this rank's device: those of ``pack_arrays`` and of ``PackedBatch``."""
         arrays = dict(pack_arrays(self.shape))
         if self.batch is not None:
-            names = ["tokens", "source_positions", "labels", "last_positions", "kept"]
-            if self.replays_routes:
-                names.append("routes")
-            for name in names:
+            for name in ("tokens", "source_positions", "labels", "last_positions", "kept", "routes"):
                 array = getattr(self.batch, name)
                 if array is not None:
                     arrays[name] = array
@@ -151,12 +142,13 @@ Work = tuple[MicroBatch, LastStage]
 def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> list[MicroBatch]:
     """The packs of this rank; stages fetch tokens that are the first or the last, or replay routes."""
     pp = model.groups.pp
-    needs_tokens = is_pp_first_stage(pp) or is_pp_last_stage(pp) or model.replays_routes
+    has_routes = model.routed is not None and len(model.routed.layers) > 0
+    needs_tokens = is_pp_first_stage(pp) or is_pp_last_stage(pp) or has_routes
     batches: list[MicroBatch] = []
     for rows in schedule.packs:
-        batch = pack(rows, chunks, schedule.pack_tokens) if needs_tokens else None
+        batch = pack(rows, chunks, schedule.pack_tokens, model.routed) if needs_tokens else None
         shape = pack_shape(rows, schedule.pack_tokens)
-        batches.append(MicroBatch(rows=rows, shape=shape, batch=batch, replays_routes=model.replays_routes))
+        batches.append(MicroBatch(rows=rows, shape=shape, batch=batch))
     return batches
 
 
@@ -223,9 +215,7 @@ def _forward(module: Module, batch: MicroBatch) -> Tensor:
     if tokens is not None:
         tokens = tokens.unsqueeze(0)
     pack = PackParams.of(batch.shape, batch.on_device)
-    if (routes := batch.on_device.get("routes")) is not None:
-        config: Any = module.config
-        pack.routes = routes.unflatten(1, (-1, config.moe_router_topk))
+    pack.routes = batch.on_device.get("routes")
     return module(tokens, None, None, packed_seq_params=pack, output_processor=_hidden_states)
 
 

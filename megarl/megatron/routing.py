@@ -28,10 +28,11 @@ class RouteReplay:
         recorded: [S, experts of a token] of the pack, the dtype's largest number where nothing is
             recorded; None without records.
         compared, different: numbers of tokens with records, and of those of them for which the
-            router would have chosen otherwise, since ``take_counts``.
+            router would have chosen otherwise, in training since ``take_counts``.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, config: TransformerConfig, rank: int) -> None:
+        self._split = config.sequence_parallel  # each TP rank has a part of the tokens
         self._rank = rank
         self.recorded: Tensor | None = None
         device = torch.cuda.current_device()
@@ -53,15 +54,16 @@ class RouteReplay:
             return values, own
         tokens = len(scores)
         recorded = self.recorded
-        if len(recorded) > tokens:  # sequence parallelism: each TP rank has a part
+        if self._split:
             recorded = recorded[self._rank * tokens : (self._rank + 1) * tokens]
         none = torch.iinfo(recorded.dtype).max
         recorded = recorded.long()
         is_recorded = recorded[:, :1] != none
         chosen = torch.where(is_recorded, recorded, own)
-        is_different = (chosen.sort(dim=-1).values != own.sort(dim=-1).values).any(dim=-1)
-        self.compared += is_recorded.sum()
-        self.different += is_different.sum()
+        if torch.is_grad_enabled():  # in training once, also where layers are recomputed
+            is_different = (chosen.sort(dim=-1).values != own.sort(dim=-1).values).any(dim=-1)
+            self.compared += is_recorded.sum()
+            self.different += is_different.sum()
         return scores.gather(1, chosen), chosen
 
 
@@ -78,7 +80,7 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(config, **arguments)
         self.to(torch.cuda.current_device())
-        self.router_replay = RouteReplay(self.tp_group.rank())
+        self.router_replay = RouteReplay(config, self.tp_group.rank())
         if self.enable_expert_bias:
             # A parameter goes wherever weights go. Megatron would change it by the experts' loads.
             bias: Any = self._buffers.pop("expert_bias")
@@ -90,7 +92,7 @@ class MixtureLayer(TransformerLayer):
     """A layer with experts, whose router gets the pack's records before each pass, also when recomputed.
 
     Attributes:
-        index: among the layers with experts of the whole model.
+        index: among the layers with experts of this rank.
     """
 
     index = 0

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 from megarl.models import ModelSpec
 from megarl.models.dims import DELTA_CHUNK
 from megarl.models.hf_config import LayerSpec
 from megarl.role_specs import RoleSpec, logit_chunk
+from megarl.rollout.routes import route_dtype
 from megarl.types import HEADS, Layout, RankCoords
 from megarl.weights.shard_map import ITEM_BYTES
 
@@ -126,6 +129,18 @@ def role_memory(
     )
 
 
+def _routes(spec: RoleSpec, model: ModelSpec, stage: int) -> int:
+    """Returns the bytes of a token's recorded experts, which all micro-batches of a step have on the device."""
+    if not spec.replays_routes or not model.dims.experts:
+        return 0
+    layers = 0
+    for chunk in range(spec.layout.vpp):
+        for layer in model.layers(spec.layout, stage, chunk):
+            layers += model.table.layers[layer].is_mixture
+    item = np.dtype(route_dtype(model.dims.experts)).itemsize
+    return layers * model.table.megatron["moe_router_topk"] * item
+
+
 def _update_logits(
     spec: RoleSpec, model: ModelSpec, reference: ModelSpec, rows: int, pack: int, micro_batches: int
 ) -> int:
@@ -159,7 +174,8 @@ def _kept(spec: RoleSpec, model: ModelSpec, stage: int, micro_batches: int, laye
     ends = hidden
     if stage == layout.pp - 1:
         ends = 3 * hidden + _norm(spec, model) * split
-    return layer * layers * _in_flight(layout, stage, micro_batches) + ends
+    routes = micro_batches * _routes(spec, model, stage)
+    return layer * layers * _in_flight(layout, stage, micro_batches) + ends + routes
 
 
 def _in_flight(layout: Layout, stage: int, micro_batches: int) -> int:

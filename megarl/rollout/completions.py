@@ -108,11 +108,12 @@ def _join_masks(masks: Sequence[Sequence[bool] | BoolArray | None], response_ids
 
 
 def _join_routes(routes: Sequence[AnyArray | None]) -> Ragged | None:
-    """Returns the routes of responses; None where one has none."""
+    """Returns the routes of responses, an empty row for one without; None where none has some."""
     rows = [row for row in routes if row is not None]
-    if not rows or len(rows) < len(routes):
+    if not rows:
         return None
-    return Ragged.from_rows(rows, rows[0].dtype)
+    dtype = rows[0].dtype
+    return Ragged.from_rows([np.empty(0, dtype) if row is None else row for row in routes], dtype)
 
 
 def version_spans(spans: Iterable[Sequence[int]]) -> tuple[VersionSpan, ...]:

@@ -32,7 +32,7 @@ from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes, most_sequenc
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.kept_sets import kept_sets, with_sampling_mask
 from megarl.rollout.requests import Requests, Turns, generation_params, scoring_params, stop_token_ids
-from megarl.rollout.routes import response_routes
+from megarl.rollout.routes import how_to_do_without_routes, mixture_layers, response_routes
 from megarl.rollout.vllm_environment import (
     DECODER_FORMAT,
     importing_vllm,
@@ -187,12 +187,12 @@ class RolloutEngine:
             **self._load_settings(),
         )
         # Its worker and the model's modules are imported.
-        with importing_vllm(options.device), temporary_files_in(self._scratch.name):
+        with importing_vllm(options.device), temporary_files_in(self._scratch.name), how_to_do_without_routes():
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches
         self._requests = Requests(self._llm)
         self._call("prepare", self.shard_maps(), options.vocab_size)
         if options.records_routes and cpu:
-            self._call("record_routes", self._spec.dims.layers)
+            self._call("record_routes", mixture_layers(self._spec), self._spec.dims.experts)
         if self._inflight:
             self._llm.set_weight_version(str(self.version))
         if self._rollout.sleep:

@@ -6,7 +6,8 @@ routers tell a recorder in each worker. vLLM's processes import this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,29 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 Routes = npt.NDArray[Any]
-_ABANDONED_STEPS = 64
+DISABLE = "set rollout.router_replay to false"
+_ABANDONED_STEPS = 4
 """Steps after which the routes of a finished request are dropped that no response has taken."""
+
+
+@contextmanager
+def how_to_do_without_routes() -> Iterator[None]:
+    """Adds the fix to errors of vLLM that cannot return experts, such as of some of its kernels."""
+    try:
+        yield
+    except ValueError as error:
+        if "routed" not in str(error):
+            raise
+        raise ValueError(f"{error}; {DISABLE}") from error
 
 
 def route_dtype(experts: int) -> type[np.uint8] | type[np.uint16]:
     """Returns the dtype of ``RolloutChunk.routes``, whose largest number is no expert."""
     return np.uint8 if experts < np.iinfo(np.uint8).max else np.uint16
+
+
+def mixture_layers(model: ModelSpec) -> list[int]:
+    return [layer for layer, kind in enumerate(model.table.layers) if kind.is_mixture]
 
 
 def records_routes(model: ModelSpec, device: str) -> bool:
@@ -41,71 +58,79 @@ def response_routes(output: RequestOutput, model: ModelSpec, recorded: Routes | 
     """
     completion = output.outputs[0]
     tokens = len(output.prompt_token_ids or ()) + len(completion.token_ids)
+    dtype = route_dtype(model.dims.experts)
     found = recorded
     if found is None:
-        assert completion.routed_experts is not None
-        found = completion.routed_experts.astype(np.int32)
-        if len(found) not in (tokens - 1, tokens):
-            positions = f"{len(found)} positions of {tokens} tokens"
-            fix = "set rollout.router_replay to false"
-            raise RuntimeError(f"vLLM returned experts for {positions}; {fix}")
-    layers: list[int] = []
-    for layer, kind in enumerate(model.table.layers):
-        if kind.is_mixture:
-            layers.append(layer)
-    dtype = route_dtype(model.dims.experts)
-    none = np.iinfo(dtype).max
-    row = np.full((tokens - 1, len(layers), found.shape[2]), none, dtype=dtype)
-    known = found[: tokens - 1, layers]
-    row[: len(known)] = np.where(known < 0, none, known)
+        returned = completion.routed_experts
+        if returned is None or len(returned) not in (tokens - 1, tokens):
+            count = 0 if returned is None else len(returned)
+            raise RuntimeError(f"vLLM returned experts for {count} positions of {tokens} tokens; {DISABLE}")
+        found = returned[:, mixture_layers(model)].astype(dtype)
+    row = np.full((tokens - 1, *found.shape[1:]), np.iinfo(dtype).max, dtype=dtype)
+    known = found[: tokens - 1]
+    row[: len(known)] = known
     return row.reshape(-1)
 
 
 class RouteRecorder:
     """Keeps the experts of every position that this worker computes, until a response takes them.
 
+    A position that is computed again, as its request continues with new weights or makes room for
+    others, has its last ones.
+
     Args:
         runner: vLLM's model runner, whose steps are watched.
-        layers: number of the model's layers.
+        layers: layers with experts.
+        experts: number of experts of a layer.
     """
 
-    def __init__(self, runner: Any, layers: int) -> None:
+    def __init__(self, runner: Any, layers: Sequence[int], experts: int) -> None:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
         self._runner = runner
-        self._layers = layers
+        self._index = {layer: index for index, layer in enumerate(layers)}
+        self._dtype = route_dtype(experts)
         self._step: dict[int, Routes] = {}
         self._routes: dict[str, list[tuple[int, Routes]]] = {}
         self._finished: dict[str, int] = {}
         self._steps = 0
+        found: set[int] = set()
         for module in runner.get_model().modules():
             if isinstance(module, MoERunner):
                 router: Any = module.router
                 router.set_capture_fn(partial(self._note, module.layer_id))
+                found.add(module.layer_id)
+        if found != set(layers):
+            raise ValueError(f"vLLM's layers {sorted(found)} have routers, not {list(layers)}; {DISABLE}")
         self._execute: Callable[..., Any] = runner.execute_model
         runner.execute_model = self._execute_and_record
 
     def take(self, number: str) -> Routes:
-        """Returns a request's experts, [positions, layers, experts of a token]; -1: not computed.
+        """Returns a request's experts, [positions, layers, experts of a token].
 
         vLLM (0.32) adds random characters to the number of a request.
         """
-        (name,) = [name for name in self._routes if name == number or name.startswith(f"{number}-")]
+        for name in self._routes:
+            if name == number or name.startswith(f"{number}-"):
+                break
+        else:
+            raise ValueError(f"vLLM's routers told nothing of request {number}; {DISABLE}")
         parts = self._routes.pop(name)
         self._finished.pop(name, None)
         stop = max(first + len(part) for first, part in parts)
-        found = np.full((stop, *parts[0][1].shape[1:]), -1, dtype=np.int32)
+        _, part = parts[0]
+        found = np.full((stop, *part.shape[1:]), np.iinfo(self._dtype).max, dtype=self._dtype)
         for first, part in parts:
             found[first : first + len(part)] = part
         return found
 
     def _note(self, layer: int, chosen: Any) -> None:
-        self._step[layer] = chosen.to("cpu").numpy().astype(np.int32)
+        self._step[self._index[layer]] = chosen.to("cpu").numpy().astype(self._dtype)
 
     def _execute_and_record(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
         self._step.clear()
         result = self._execute(scheduled, *arguments, **options)
-        if self._step:
+        if len(self._step) == len(self._index):
             self._record(scheduled.num_scheduled_tokens)
         self._steps += 1
         for name in scheduled.finished_req_ids:
@@ -118,13 +143,10 @@ class RouteRecorder:
 
     def _record(self, counts: dict[str, int]) -> None:
         batch = self._runner.input_batch
-        chosen = next(iter(self._step.values()))
-        every = np.full((len(chosen), self._layers, chosen.shape[1]), -1, dtype=np.int32)
-        for layer, experts in self._step.items():
-            every[:, layer] = experts
+        chosen = np.stack([self._step[index] for index in range(len(self._index))], axis=1)
         start = 0
         for index, name in enumerate(batch.req_ids):
             stop = start + counts[name]
             first = int(batch.num_computed_tokens_cpu[index])
-            self._routes.setdefault(name, []).append((first, every[start:stop]))
+            self._routes.setdefault(name, []).append((first, chosen[start:stop].copy()))
             start = stop

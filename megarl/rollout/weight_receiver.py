@@ -266,11 +266,11 @@ class WorkerExtension:
         try:
             with set_current_vllm_config(self.vllm_config):
                 if method == "record_routes":
-                    self.megarl_routes = RouteRecorder(self.model_runner, *args)
+                    if self.rank == 0:
+                        self.megarl_routes = RouteRecorder(self.model_runner, *args)
                     return CallOutcome()
                 if method == "take_routes":
-                    routes = self.megarl_routes.take(*args)
-                    return CallOutcome(value=routes if self.rank == 0 else None)
+                    return CallOutcome(value=self.megarl_routes.take(*args) if self.rank == 0 else None)
                 if method == "prepare":
                     mend_draft_checks(self.vllm_config)
                     self.weight_transfer_engine = ShardReceiver(self, *args)

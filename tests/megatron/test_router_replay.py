@@ -95,6 +95,7 @@ CASES = {  # layers with experts, experts, experts of a token
     "qwen3_moe": (5, 6, 3),
     "several_kinds": (3, 6, 3),
     "glm4_moe": (4, 6, 3),
+    "deepseek_v3_groups": (3, 6, 4),  # of experts in groups
 }
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.models import model_spec
+from megarl.rollout.routes import response_routes
 from megarl.types import Layout, Prompt, RolloutChunk, SampleInfo, SampleRequest
 from tests.megatron.compare import logprobs_by_chunk
 from tests.megatron.tiny import load_role
@@ -96,3 +99,16 @@ def test_with_recorded_experts_a_mixture_is_as_near_as_a_dense_model(
     print(f"own experts {own:.4f}, recorded {replayed:.4f}, dense {expected:.4f}")
     assert replayed < own / 2
     assert replayed < 1.5 * expected
+
+
+def test_routes_of_many_experts_as_vllm_returns_them_have_two_bytes() -> None:
+    """On a GPU it returns those of all layers, of which the second has no experts."""
+    spec = model_spec(family("qwen3_moe", num_experts=300).to_dict())
+    returned = np.arange(12, dtype=np.uint16).reshape(2, 3, 2) + 280
+    completion = SimpleNamespace(token_ids=[3], routed_experts=returned)
+    output: Any = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[completion])
+    row = response_routes(output, spec, None)
+    assert (row.dtype, row.tolist()) == (np.uint16, [280, 281, 284, 285, 286, 287, 290, 291])
+    completion.routed_experts = returned[:1]
+    with pytest.raises(RuntimeError, match=r"1 positions of 3 tokens; set rollout\.router_replay to false"):
+        response_routes(output, spec, None)

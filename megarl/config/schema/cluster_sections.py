@@ -167,9 +167,9 @@ class Rollout(Section):
     """Hugging Face directory of a small model with the model's tokenizer and vocabulary, which drafts
     these tokens, also where nothing is repeated."""
     router_replay: bool = True
-    """Send the actor's tokens, in training too, to the experts that the engines chose for them, which
-    they record. It has no effect without experts. `policy/rerouted` says how often the trainer would
-    have chosen otherwise."""
+    """Send tokens of the actor, in training too, and of its reference to the experts that the engines
+    chose for them, which they record. It has no effect without experts, and in conversations.
+    `policy/rerouted` says how often the trainer would have chosen otherwise."""
     min_new_tokens: Natural = 0
     """Least number of tokens of a response: no end token is sampled before. 0 in stage ppo."""
     max_new_tokens: Count

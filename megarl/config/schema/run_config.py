@@ -93,7 +93,7 @@ class RunConfig(Section):
 
     @property
     def replays_routes(self) -> bool:
-        """Whether the actor's tokens go to the experts that the engines chose, if there are some."""
+        """Whether tokens of the actor and its reference go to the experts that the engines chose."""
         return False
 
     @property

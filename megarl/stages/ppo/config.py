@@ -65,7 +65,8 @@ class PPOConfig(RolloutTrainingConfig):
 
     @property
     def replays_routes(self) -> bool:
-        return self.rollout.router_replay and not self.algo.is_likelihood
+        """Conversations do not have them."""
+        return self.rollout.router_replay and not self.algo.is_likelihood and self.environment is None
 
     @property
     def teachers(self) -> Mapping[str, str]:
