@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu slurm chromium sandbox nemo-run ray agents trl verifiers openenv mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
+.PHONY: help setup setup-gpu slurm chromium sandbox nemo-run ray agents trl bridge verifiers openenv mermaid demo demo-control learning unit test matrix chaos lint style bench docs docs-site clean lock
 
 # Of the environments: a Python 3.12 or 3.13, which tools/setup/find_python.sh else looks for.
 export PYTHON ?=
@@ -51,6 +51,7 @@ help:
 	@echo 'nemo-run  install NeMo-Run without torch into $(NEMO_RUN), for a login node or a laptop that launches runs'
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
 	@echo 'agents  install an agent framework into .venv-agents, on top of $(VENV): a test lets it talk to the gateway'
+	@echo 'bridge install Megatron-Bridge into .venv-bridge, on top of $(VENV): `make matrix` compares names and values with it'
 	@echo 'trl    install TRL into .venv-trl, on top of $(VENV): a test compares losses of preferences with it'
 	@echo 'verifiers  install the package verifiers into .venv-verifiers: a test lets the model play its environments'
 	@echo 'openenv  install the package OpenEnv into .venv-openenv: a test plays environments of its server'
@@ -120,8 +121,10 @@ agents: .venv-agents/installed
 
 trl: .venv-trl/installed
 
+bridge: .venv-bridge/installed
+
 # What tests have on top of $(VENV).
-.venv-agents/installed .venv-trl/installed: .venv-%/installed: requirements/%.txt $(INSTALLED)
+.venv-agents/installed .venv-trl/installed .venv-bridge/installed: .venv-%/installed: requirements/%.txt $(INSTALLED)
 	@echo 'Installing into .venv-$*'
 	@$(BIN)/python -m venv --without-pip .venv-$*
 	@$(BIN)/python -m pip --python .venv-$*/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r requirements/$*.txt
@@ -172,7 +175,7 @@ unit: setup
 test: style nemo-run ray agents trl verifiers openenv mermaid $(DOCS)/installed
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
-matrix: setup
+matrix: setup bridge
 	$(BIN)/python -m pytest -m matrix --ignore=tests/chaos
 
 chaos: setup
@@ -210,6 +213,7 @@ lock: setup
 	$(RESOLVE) requirements/ray.in --output-file $(RAY_LOCK)
 	$(RESOLVE) requirements/agents.in --no-deps --output-file requirements/agents.txt
 	$(RESOLVE) requirements/trl.in --no-deps --output-file requirements/trl.txt
+	$(RESOLVE) requirements/bridge.in --no-deps --output-file requirements/bridge.txt
 	$(RESOLVE) requirements/verifiers.in --output-file requirements/verifiers.txt
 	$(RESOLVE) requirements/openenv.in --override requirements/openenv.override --output-file requirements/openenv.txt
 	$(RESOLVE) requirements/docs.in --output-file requirements/docs.txt

@@ -18,7 +18,7 @@ from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
 from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import DEFAULT, Resources
-from megarl.convert.stored import Sources, Stored, open_hf, open_untrained, read_spec, shards_within
+from megarl.convert.stored import Shifted, Sources, Stored, open_hf, open_untrained, read_spec, shards_within
 from megarl.errors import UsageError
 from megarl.files import write_durably, write_errors
 from megarl.models import ModelSpec
@@ -59,7 +59,8 @@ def import_checkpoint(
     spec = read_spec(hf)
     with PartialOutput(out) as output:
         stored = open_hf(hf, spec.manifest(spec.head))
-        whole = _with_dtypes(_global_map(spec), stored, dtype, spec.fixed_dtypes())
+        whole = _with_dtypes(_global_map(spec), stored, dtype, spec)
+        stored = _centred(whole, stored, spec)
         boxes = _stored_boxes(whole)
         chunks: dict[str, TensorInfo] = {}
         for name, (key, box) in boxes.items():
@@ -113,18 +114,29 @@ def _global_map(spec: ModelSpec) -> ShardMap:
     return ShardMap(params=params, shards=with_te.shards + others, padding=with_te.padding)
 
 
-def _with_dtypes(
-    whole: ShardMap, stored: Mapping[str, Stored], dtype: str | None, fixed: Mapping[str, str]
-) -> ShardMap:
+def _centred(whole: ShardMap, stored: Mapping[str, Stored], spec: ModelSpec) -> dict[str, Stored]:
+    """Returns what Megatron's norms after delta nets have, and the others as they are."""
+    found = dict(stored)
+    for shard in whole.shards:
+        tensor = stored[shard.name]
+        if spec.is_centred(shard.param) and not isinstance(tensor, Shifted):
+            found[shard.name] = Shifted(tensor=tensor, by=-1.0)
+    return found
+
+
+def _with_dtypes(whole: ShardMap, stored: Mapping[str, Stored], dtype: str | None, spec: ModelSpec) -> ShardMap:
     """Returns the map with the dtype of each parameter: ``dtype``, or that of the tensors in it.
 
-    Args:
-        fixed: dtypes of tensors that keep theirs.
+    Those that are 1 less keep more digits, so that an export has the same bits; Megatron casts what it loads.
     """
+    fixed = spec.fixed_dtypes()
     dtypes: dict[str, set[str]] = defaultdict(set)
     for shard in whole.shards:
         wanted = dtype and fixed.get(shard.name, dtype)
-        dtypes[shard.param].add(wanted or stored[shard.name].info.dtype)
+        wanted = wanted or stored[shard.name].info.dtype
+        if spec.is_centred(shard.param):
+            wanted = "float32" if ITEM_BYTES[wanted] == 2 else "float64"
+        dtypes[shard.param].add(wanted)
     for key, found in dtypes.items():
         if len(found) > 1:
             mixed = " and ".join(sorted(found))

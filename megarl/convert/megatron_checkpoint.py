@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from megarl.convert.dcp import METADATA, DCPIndex, TensorChunk
-from megarl.convert.stored import ArchivedTensor, Sources, Stored, shards_within
+from megarl.convert.stored import ArchivedTensor, Shifted, Sources, Stored, shards_within
 from megarl.errors import UsageError
 from megarl.models import ModelSpec
 from megarl.run.checkpoints import MANIFEST, CheckpointManifest, Checkpoints
@@ -181,15 +181,19 @@ def open_checkpoint(
         if chunk.key in whole.params:
             name = f"{chunk.key}{chunk.box}"
             boxes[name] = (chunk.key, chunk.box)
-            stored[name] = ArchivedTensor(
+            tensor = ArchivedTensor(
                 path=found.directory / chunk.place.relative_path,
                 offset=chunk.place.offset,
                 nbytes=chunk.place.length,
                 info=TensorInfo(chunk.box.shape, index.tensors[chunk.key].dtype),
             )
+            stored[name] = tensor
+            if spec.is_centred(chunk.key):
+                stored[name] = Shifted(tensor=tensor, by=1.0)
     tensors = dict(canonical)
+    main = next(iter(whole.params))  # the embedding
     for shard in whole.shards:
-        dtype = index.tensors[shard.param].dtype
+        dtype = index.tensors[main if spec.is_centred(shard.param) else shard.param].dtype
         tensors[shard.name] = replace(canonical[shard.name], dtype=dtype)
     copies: dict[str, list[Copy]] = defaultdict(list)
     for param, box, name, region, transposed in shards_within(whole, boxes):

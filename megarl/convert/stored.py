@@ -73,7 +73,26 @@ class ArchivedTensor:
         raise CheckpointError(f"{self.path.name} is corrupted", [problem])
 
 
-Stored = SafeTensor | ArchivedTensor
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shifted:
+    """A stored tensor plus a number, in float64."""
+
+    tensor: SafeTensor | ArchivedTensor
+    by: float
+
+    @property
+    def path(self) -> Path:
+        return self.tensor.path
+
+    @property
+    def info(self) -> TensorInfo:
+        return self.tensor.info
+
+    def read_rows(self, first: int, stop: int) -> torch.Tensor:
+        return self.tensor.read_rows(first, stop).double() + self.by
+
+
+Stored = SafeTensor | ArchivedTensor | Shifted
 
 
 def open_hf(directory: Path, manifest: Manifest) -> Mapping[str, Stored]:

@@ -267,6 +267,14 @@ class ModelSpec:
             groups.append((local, self.table.layer_prefix.hf.format(i), stored))
         return self._shard_map(groups)
 
+    def is_centred(self, key: str) -> bool:
+        """Whether a tensor of a Megatron-LM checkpoint is 1 less than Hugging Face's.
+
+        Megatron multiplies by 1 + weight after delta nets too, where Hugging Face does so in other norms alone.
+        """
+        zero_centered = bool(self.table.megatron.get("layernorm_zero_centered_gamma"))
+        return zero_centered and key.endswith("self_attention.out_norm.weight")
+
     def vllm_map(self, tp: int, rank: int) -> ShardMap:
         """Returns the map of a TP rank of a vLLM engine, under vLLM's fused names."""
         self.check_vllm(tp)

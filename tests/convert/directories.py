@@ -20,7 +20,10 @@ def random_tensors(spec: ModelSpec, seed: int = 0, **dtypes: str) -> Tensors:
     tensors = {}
     for name, info in spec.canonical(spec.head).items():
         other = [dtype for end, dtype in dtypes.items() if name.replace(".", "_").endswith(end)]
-        tensors[name] = torch.randn(info.shape, generator=generator).to(getattr(torch, *other or [info.dtype]))
+        tensor = torch.randn(info.shape, generator=generator)
+        if name.endswith("linear_attn.norm.weight"):  # near 1, so that 1 less has as many digits in 16 bits
+            tensor = 0.5 + torch.rand(info.shape, generator=generator)
+        tensors[name] = tensor.to(getattr(torch, *other or [info.dtype]))
     return tensors
 
 
