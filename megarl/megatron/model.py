@@ -363,7 +363,7 @@ def build_model(
 
 def _routed_layers(spec: ModelSpec, layout: Layout, stage: int) -> RoutedLayers:
     """Returns the layers with experts of a stage."""
-    mixtures = [number for number, kind in enumerate(spec.table.layers) if kind.is_mixture]
+    mixtures = spec.table.mixtures
     own: list[int] = []
     for chunk in range(layout.vpp):
         for number in spec.layers(layout, stage, chunk):

@@ -132,7 +132,7 @@ def _deepseek_v3(read: HFConfigReader) -> ParamTable:
             "is missing, and vLLM then takes softmax, and no bias; state topk_method noaux_tc and scoring_func sigmoid"
         )
         read.problem("topk_method, scoring_func", (read.get("topk_method"), read.get("scoring_func")), rule)
-    # vLLM's router is in the model's dtype, and computes in float32.
+    # vLLM's weight is in the model's dtype, unlike that of GLM.
     router = (replace(SIGMOID_ROUTER[0], vllm_dtype=None), SIGMOID_ROUTER[1])
     mixtures = dict.fromkeys(mixture_layers(read), (*router, EXPERTS, *SHARED_EXPERTS))
     return latent_table(read, mixtures, sigmoid_routing(read, mixtures), mtp_tensors(read))

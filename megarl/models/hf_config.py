@@ -83,6 +83,11 @@ class ParamTable:
         """Whether all layers have the same parameters, which Megatron's checkpoints stack then."""
         return len({kind.params for kind in self.kinds}) == 1
 
+    @cached_property
+    def mixtures(self) -> tuple[int, ...]:
+        """The layers with experts."""
+        return tuple(layer for layer, kind in enumerate(self.layers) if kind.is_mixture)
+
     @property
     def delta_nets(self) -> int:
         """Number of layers that are gated delta nets.

@@ -136,7 +136,7 @@ def _routes(spec: RoleSpec, model: ModelSpec, stage: int) -> int:
     layers = 0
     for chunk in range(spec.layout.vpp):
         for layer in model.layers(spec.layout, stage, chunk):
-            layers += model.table.layers[layer].is_mixture
+            layers += layer in model.table.mixtures
     item = np.dtype(route_dtype(model.dims.experts)).itemsize
     return layers * model.table.megatron["moe_router_topk"] * item
 

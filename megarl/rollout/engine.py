@@ -32,7 +32,7 @@ from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes, most_sequenc
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.kept_sets import kept_sets, with_sampling_mask
 from megarl.rollout.requests import Requests, Turns, generation_params, scoring_params, stop_token_ids
-from megarl.rollout.routes import how_to_do_without_routes, mixture_layers, response_routes
+from megarl.rollout.routes import how_to_do_without_routes, response_routes
 from megarl.rollout.vllm_environment import (
     DECODER_FORMAT,
     importing_vllm,
@@ -192,7 +192,7 @@ class RolloutEngine:
         self._requests = Requests(self._llm)
         self._call("prepare", self.shard_maps(), options.vocab_size)
         if options.records_routes and cpu:
-            self._call("record_routes", mixture_layers(self._spec), self._spec.dims.experts)
+            self._call("record_routes", self._spec.table.mixtures, self._spec.dims.experts)
         if self._inflight:
             self._llm.set_weight_version(str(self.version))
         if self._rollout.sleep:
@@ -210,7 +210,7 @@ class RolloutEngine:
         if family.engine_class is not None:
             overrides["architectures"] = [family.engine_class]
         if family.latent:
-            overrides["moe_router_dtype"] = "float32"  # as in transformers
+            overrides["moe_router_dtype"] = "float32"  # of logits, as in transformers
         settings["hf_overrides"] = overrides
         if family.latent and self._options.device == "cpu":
             # Its kernel rotates neighbors wrongly in queries [positions, heads, width] (vLLM 0.32: csrc/cpu).

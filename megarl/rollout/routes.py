@@ -41,10 +41,6 @@ def route_dtype(experts: int) -> type[np.uint8] | type[np.uint16]:
     return np.uint8 if experts < np.iinfo(np.uint8).max else np.uint16
 
 
-def mixture_layers(model: ModelSpec) -> list[int]:
-    return [layer for layer, kind in enumerate(model.table.layers) if kind.is_mixture]
-
-
 def records_routes(model: ModelSpec, device: str) -> bool:
     """Whether engines can record a model's routes; on a GPU vLLM (0.32) needs a prefix cache for it."""
     return model.dims.experts > 0 and (device == "cpu" or model.dims.delta is None)
@@ -65,7 +61,7 @@ def response_routes(output: RequestOutput, model: ModelSpec, recorded: Routes | 
         if returned is None or len(returned) not in (tokens - 1, tokens):
             count = 0 if returned is None else len(returned)
             raise RuntimeError(f"vLLM returned experts for {count} positions of {tokens} tokens; {DISABLE}")
-        found = returned[:, mixture_layers(model)].astype(dtype)
+        found = returned[:, list(model.table.mixtures)].astype(dtype)
     row = np.full((tokens - 1, *found.shape[1:]), np.iinfo(dtype).max, dtype=dtype)
     known = found[: tokens - 1]
     row[: len(known)] = known

@@ -161,7 +161,17 @@ FAMILIES: Mapping[str, Family] = {
 
 _ATTENTION = {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "vocab_size": 103}
+_SHARED_MLP = {
+    "intermediate_size": 44,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "vocab_size": 103,
+}
 _LATENT = {
+    **_SHARED_MLP,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -169,16 +179,9 @@ _LATENT = {
     "qk_rope_head_dim": 6,
     "qk_nope_head_dim": 10,
     "v_head_dim": 12,
-    "intermediate_size": 44,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 28,
-    "n_shared_experts": 2,
-    "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
-    "vocab_size": 103,
 }
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
@@ -228,15 +231,9 @@ MIXTURES: Mapping[str, Family] = {
         fields={
             **_ATTENTION,
             "head_dim": 8,
-            "intermediate_size": 44,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 28,
-            "n_shared_experts": 2,
-            "routed_scaling_factor": 1.5,
+            **_SHARED_MLP,
             "use_qk_norm": True,
             "attention_bias": True,
-            "vocab_size": 103,
         },
     ),
     "deepseek_v3": Family(
