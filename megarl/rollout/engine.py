@@ -215,6 +215,8 @@ class RolloutEngine:
         if family.latent and self._options.device == "cpu":
             # Its kernel rotates neighbors wrongly in queries [positions, heads, width] (vLLM 0.32: csrc/cpu).
             settings["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+            # For CPUs with AMX it prefers AMX_MLA (platforms/cpu.py), which takes bfloat16 alone.
+            settings["attention_backend"] = "CPU_MLA"
         return settings | draft_settings(self._rollout, self._options.device, loads=loads)
 
     def shard_maps(self) -> list[ShardMap]:

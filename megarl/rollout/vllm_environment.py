@@ -6,10 +6,11 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from unittest import mock
 
 from megarl.garbage_collection import importing
 from megarl.lazy_compiling import absent, compiled_at_first_call, distributions_by_records
@@ -77,7 +78,9 @@ def importing_vllm(device: str) -> Iterator[None]:
     """For blocks that import modules of vLLM (0.32); saves CPU time.
 
     On a CPU, where vLLM compiles nothing, most of torch's compiler is not imported: vLLM changes a
-    list of the compiler's if it can be imported, and wraps functions.
+    list of the compiler's if it can be imported, and wraps functions. And the class of a model is
+    imported here when vLLM looks up what it can do (``models/registry.py``), not in a process that
+    imports all of vLLM again: that one is for CUDA, which must not be initialized here.
     """
     with ExitStack() as changes:
         changes.enter_context(importing())
@@ -86,7 +89,13 @@ def importing_vllm(device: str) -> Iterator[None]:
             with absent("torch._inductor.lowering"):
                 import_module("vllm")
             changes.enter_context(compiled_at_first_call())
+            registry = import_module("vllm.model_executor.models.registry")
+            changes.enter_context(mock.patch.object(registry, "_run_in_subprocess", _run_here))
         yield
+
+
+def _run_here(look_up: Callable[[], object]) -> object:
+    return look_up()
 
 
 def vllm_device() -> str | None:

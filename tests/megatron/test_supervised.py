@@ -52,7 +52,6 @@ def _by_tp(layout: Layout, name: str) -> Layout:
 CASES = [
     *(("plain", "sft", *case) for case in PLAIN),
     *((name, "sft", replace(SP2, pp=2, vpp=2), 40) for name in FAMILIES if name != "qwen2"),  # TP 3 alone
-    *((name, "sft", Layout(pp=4), 40) for name in FAMILIES),
     ("qwen2", "sft", SP2, 40),
     *(("mixtral", "sft", replace(EP, **more), 40) for more in ({"ep": 1}, {}, {"dp": 4}, {"pp": 2})),
     *((name, "sft", replace(EP, pp=2, vpp=2), 40) for name in ("mixtral", "several_kinds")),
@@ -68,6 +67,7 @@ CASES = [
     *((name, "dpo", replace(SP2, dp=2, ep=2), 40) for name in ("mixtral", "qwen3_moe")),
 ]
 MORE = [
+    *((name, "sft", Layout(pp=4), 40) for name in FAMILIES),
     *(("llama", "sft", layout, 40) for layout in (TP2, INTERLEAVED, replace(SP2, pp=2))),
     *((name, "pairwise", SP2, 40) for name in FAMILIES if name not in ("gpt2", "phi3", "qwen3")),
     *(("plain", loss, DP4, 40) for loss in (*PREFERENCES, *DIRECT) if loss != "dpo"),

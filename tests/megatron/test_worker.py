@@ -111,7 +111,7 @@ def _fetched(rank: int) -> set[int]:
     chunks, infos = random_chunks()
     recorded = Recorded(chunks)
     (schedule,) = inference_schedule(infos, Layout(pp=4), 40).ranks
-    model: Any = SimpleNamespace(groups=build_groups(Layout(pp=4), rank, GroupCache()))
+    model: Any = SimpleNamespace(groups=build_groups(Layout(pp=4), rank, GroupCache()), routed=None)
     micro_batches(model, schedule, recorded)
     return recorded.asked
 
