@@ -185,7 +185,7 @@ bench: setup
 	@set -e; $(foreach name,$(BENCHMARKS),echo '== $(name)'; $(BIN)/python -m benchmarks.$(name);)
 
 docs: setup # a page stays as it is where its program fails
-	@set -e; trap 'rm -f docs/page.new' EXIT; for page in configuration:configuration algorithms:algorithms foreign_keys:from-trl-verl; do \
+	@set -e; trap 'rm -f docs/page.new' EXIT; for page in configuration:configuration algorithms:algorithms foreign_keys:from-trl-verl certificates:certificates; do \
 		$(BIN)/python -m tools.docs.$${page%:*}_page > docs/page.new; \
 		mv docs/page.new docs/$${page#*:}.md; \
 	done

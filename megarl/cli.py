@@ -260,6 +260,28 @@ def memory(config_path: ConfigPath, overrides: Overrides = None) -> None:
         check_memory(config)
 
 
+@app.command("check-model")
+def check_model(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face directory; config.json is enough.")],
+    workspace: Annotated[
+        Path | None, typer.Option("--keep", metavar="DIR", help="New directory for the small model and its runs.")
+    ] = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object a line, one for each check.")] = False,
+) -> None:
+    """Compare what is computed for a model with transformers and vLLM, on a small copy of it.
+
+    Takes two to five minutes on two cores, and needs no GPU.
+    """
+    with importing():
+        from megarl.model_check.check_report import report
+
+    with _reading():
+        passed = report(model, workspace, as_json=as_json)
+    if not passed:
+        raise typer.Exit(1)
+
+
 @app.command()
 def doctor() -> None:
     """Check the environment: versions, devices and accelerations, with fixes."""

@@ -40,7 +40,7 @@ SMOKE: Mapping[str, Sequence[str]] = {
 """Arguments of those that `make bench` runs."""
 WITHOUT_MODEL = ("config_load", "gateway", "plan", "turns")
 """Those that start no trainer and no engine; `make matrix` has the others."""
-LONG = ("asynchronous", "compare_runs", "gpu", "kept_sets", "learning")
+LONG = ("asynchronous", "certificates", "compare_runs", "gpu", "kept_sets", "learning")
 """Those with a test of their own; that of the package `gpu` is tests/test_gpu_benchmark.py."""
 
 

@@ -38,6 +38,7 @@ LAYERS = (
     {"loop"},
     {"stages"},
     {"convert", "dashboard", "doctor", "init", "plan"},
+    {"model_check"},
     {"launch"},
     {"cli"},
     {"__main__"},

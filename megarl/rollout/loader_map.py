@@ -1,13 +1,14 @@
-"""What vLLM's own loader takes of a checkpoint's tensors, for any TP rank and size: it runs on tensors without memory.
+"""What vLLM's own loader copies of a checkpoint's tensors, on any TP rank, without memory for them.
 
-vLLM (0.32) has such tensors for its transfer engine ``sharded_rdt``: they record the views that the loaders make
-of them, and where these are copied to.
+vLLM (0.32) has such tensors for its transfer engine ``sharded_rdt``: they record the views that
+the loaders make of them, and where these are copied to.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,14 +19,57 @@ from unittest import mock
 
 import torch
 
+from megarl.models import model_spec
+from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment
+from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import Box, TensorInfo
 
-Copied = tuple[str, str, Box, str, Box]
-"""A parameter, its dtype and the box of it, a checkpoint's tensor and the box of it."""
+Copied = tuple[str, str, Box, str, Box, bool]
+"""A parameter, its dtype and the box of it, a checkpoint's tensor and the box of it; whether it is transposed."""
 
 
-def copied_boxes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], tp: int, rank: int) -> set[Copied]:
-    """What a rank's loader copies, in boxes without axes of extent 1 that views have added or removed."""
+def first_difference(config: Mapping[str, Any], tp: int) -> str | None:
+    """Compares what vLLM's loader copies on every rank with the shard map, in bfloat16.
+
+    For a process of its own, which ``set_vllm_environment`` has prepared.
+
+    Raises:
+        ValueError: the model is not supported, or the TP size does not fit it.
+    """
+    spec = model_spec(config, dtype="bfloat16")
+    hf_config = spec.hf_config()
+    if spec.family.engine_class is not None:
+        hf_config["architectures"] = [spec.family.engine_class]
+    for rank in range(tp):
+        shard_map = spec.vllm_map(tp, rank)
+        mapped: set[Copied] = set()
+        for shard in shard_map.shards:
+            dtype = shard_map.params[shard.param].dtype
+            is_matrix = sum(extent > 1 for extent in shard.region.shape) > 1
+            transposed = shard.transposed and is_matrix
+            mapped.add((shard.param, dtype, shard.box, shard.name, shard.region, transposed))
+        copied = _copied_boxes(hf_config, spec.canonical(), tp, rank)
+        for whose, boxes in (("vLLM's loader", copied - mapped), ("the map", mapped - copied)):
+            if boxes:
+                param, dtype, box, name, region, _ = min(boxes, key=str)
+                place = f"{name}{_shown(region)} in {param}{_shown(box)}, {dtype}"
+                count = f"differences: {len(copied ^ mapped)}"
+                return f"rank {rank} of TP {tp}: only {whose} has {place}; {count}"
+    return None
+
+
+def _shown(box: Box) -> str:
+    ranges = [f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True)]
+    return f"[{', '.join(ranges)}]"
+
+
+def _copied_boxes(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    tp: int,
+    rank: int,
+) -> set[Copied]:
+    """What a rank's loader copies, in boxes without axes of extent 1 that views add or remove."""
     from vllm.distributed.weight_transfer.sharded_rdt_fake import BakeSink, FakeRDTTensor
 
     with _model(config, tp, rank) as model, _assignments_noted():
@@ -35,9 +79,11 @@ def copied_boxes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
             for name, parameter in module.named_parameters(recurse=False):
                 _stamp(sink, module, name, parameter)
         fakes: list[tuple[str, Any]] = []
+        make: Any = FakeRDTTensor
         for name, info in tensors.items():
             dtype = getattr(torch, info.dtype)
-            fakes.append((name, FakeRDTTensor(name, torch.Size(info.shape), dtype, torch.device("meta"), sink=sink)))
+            shape = torch.Size(info.shape)
+            fakes.append((name, make(name, shape, dtype, torch.device("meta"), sink=sink)))
         model.load_weights(iter(fakes))
         found: set[Copied] = set()
         for module, copies in sink.copies_by_layer.items():
@@ -48,22 +94,21 @@ def copied_boxes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
                 shape = tuple(parameter.shape)
                 source, chain = copy.src
                 view = _viewed(torch.empty(tensors[source].shape, device="meta"), chain)
-                found.add(
-                    (
-                        param,
-                        str(parameter.dtype).removeprefix("torch."),
-                        _box(shape, copy.offset, copy.shape, copy.stride),
-                        source,
-                        _box(tensors[source].shape, int(view.storage_offset()), view.shape, view.stride()),
-                    )
-                )
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                box = _box(shape, copy.offset, copy.shape, copy.stride)
+                offset = int(view.storage_offset())
+                region = _box(tensors[source].shape, offset, view.shape, view.stride())
+                turned = _is_turned(copy.shape, copy.stride)
+                transposed = turned != _is_turned(view.shape, view.stride())
+                found.add((param, dtype, box, source, region, transposed))
         return found
 
 
 @contextmanager
 def _assignments_noted() -> Iterator[None]:
-    """Has tensors without memory know what the loader of delta nets does beyond ``copy_``: assign a view of them."""
-    from vllm.distributed.weight_transfer.sharded_rdt_fake import SUPPORTED_OPS, FakeRDTTensor
+    """Has tensors without memory know what the loader of delta nets does: assign a view of them."""
+    from vllm.distributed.weight_transfer.sharded_rdt_common import SUPPORTED_OPS
+    from vllm.distributed.weight_transfer.sharded_rdt_fake import FakeRDTTensor
 
     noted: Any = FakeRDTTensor.__torch_function__
 
@@ -99,6 +144,7 @@ def _stamp(sink: Any, module: Any, name: str, parameter: Any) -> None:
 
 
 def _viewed(tensor: torch.Tensor, chain: Any) -> torch.Tensor:
+    """The view that a chain of recorded calls makes."""
     for method, args, kwargs in chain:
         tensor = getattr(tensor, method)(*args, **dict(kwargs))
     return tensor
@@ -113,12 +159,20 @@ def _box(shape: tuple[int, ...], offset: int, extents: Any, strides: Any) -> Box
     sizes = dict.fromkeys(range(len(shape)), 1)
     for extent, stride in zip(extents, strides, strict=True):
         if extent > 1:
-            (axis,) = (axis for axis, size in enumerate(_strides(shape)) if size == stride and shape[axis] > 1)
-            sizes[axis] = extent
+            for axis, size in enumerate(_strides(shape)):
+                if size == stride and shape[axis] > 1:
+                    sizes[axis] = extent
     return Box(tuple(starts), tuple(start + sizes[axis] for axis, start in enumerate(starts)))
 
 
+def _is_turned(extents: Any, strides: Any) -> bool:
+    """Whether a view has the axes of a contiguous tensor in another order."""
+    own = [stride for extent, stride in zip(extents, strides, strict=True) if extent > 1]
+    return own != sorted(own, reverse=True)
+
+
 def _strides(shape: tuple[int, ...]) -> list[int]:
+    """The strides of a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -142,15 +196,12 @@ def _group(size: int, rank: int) -> SimpleNamespace:
 @contextmanager
 def _model(config: Mapping[str, Any], tp: int, rank: int) -> Iterator[Any]:
     """vLLM's model of a rank, without memory."""
-    from megarl.rollout.vllm_environment import importing_vllm
-
-    with importing_vllm("cpu"):
+    with importing_vllm("cpu"), tempfile.TemporaryDirectory() as directory, ExitStack() as changes:
         from vllm import EngineArgs
         from vllm.config import set_current_vllm_config
         from vllm.distributed import parallel_state
         from vllm.model_executor.model_loader.utils import initialize_model
 
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as changes:
         (Path(directory) / "config.json").write_text(json.dumps(dict(config)))
         settings = EngineArgs(
             model=directory,
@@ -171,3 +222,15 @@ def _model(config: Mapping[str, Any], tp: int, rank: int) -> Iterator[Any]:
         with torch.device("meta"):
             model = initialize_model(settings)
         yield model
+
+
+def main() -> None:
+    """Prints the first difference of a model at TP 1 or 2 as JSON; the argument is its directory."""
+    config = read_config(sys.argv[1])
+    with scratch_directory() as scratch:
+        set_vllm_environment("cpu", scratch)
+        print(json.dumps(first_difference(config, 1) or first_difference(config, 2)))
+
+
+if __name__ == "__main__":
+    main()
