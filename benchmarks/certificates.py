@@ -1,6 +1,6 @@
 """Writes the certificates of model families: what ``megarl check-model`` finds for their default configs.
 
-Two to four minutes for each family on two cores; ``tools/docs/certificates_page.py`` makes a page of the file.
+One to three minutes for each family on two cores; ``tools/docs/certificates_page.py`` makes a page of the file.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def check_model(
 ) -> None:
     """Compare what is computed for a model with transformers and vLLM, on a small copy of it.
 
-    Takes two to five minutes on two cores, and needs no GPU.
+    Takes one to three minutes on two cores, and needs no GPU.
     """
     with importing():
         from megarl.model_check.check_report import report

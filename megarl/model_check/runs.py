@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from megarl.errors import RunError
+from megarl.files import read_json, read_lines
 from megarl.model_check.small_models import VOCABULARY
 from megarl.model_check.training_oracle import OPTIMIZER, Step, Texts, read_weights
 from megarl.rewards.completion import Completion
@@ -73,8 +74,8 @@ def fine_tune(model: Path, directory: Path, texts: Texts, layout: Layout) -> Ste
         "actor": {"optimizer": dict(OPTIMIZER)},
     }
     run = _train(config, model, directory)
-    before, after = _lines(run / "evaluations.jsonl")
-    (step,) = _lines(run / "metrics.jsonl")
+    before, after = read_lines(run / "evaluations.jsonl")
+    (step,) = read_lines(run / "metrics.jsonl")
     return Step(
         before=before["eval/loss"],
         after=after["eval/loss"],
@@ -113,8 +114,8 @@ def roll_out(model: Path, directory: Path) -> RolloutGaps:
         "actor": {"optimizer": {"lr": 1e-2}},
     }
     run = _train(config, model, directory)
-    start = json.loads((run / "summary.json").read_text())["start"]
-    steps = _lines(run / "metrics.jsonl")
+    start = read_json(run / "summary.json")["start"]
+    steps = read_lines(run / "metrics.jsonl")
     return RolloutGaps(
         loaded=start["sync/logprob_mean_abs_diff"],
         sampled=[step["rollout/logprob_gap"] for step in steps],
@@ -172,7 +173,3 @@ def _end(program: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         program.kill()
         program.wait()
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -93,7 +93,7 @@ def _small_decoder(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]
         sizes["linear_num_value_heads"] = shared * key_heads
     for field, value in sizes.items():
         for name in _names(spec.family, field):
-            if name in small or field != "num_key_value_heads":
+            if name in small:
                 small[name] = value
     for name in _OF_LAYERS:
         if small.get(name) is not None:
