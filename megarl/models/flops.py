@@ -33,7 +33,6 @@ PEAK_TFLOPS: Mapping[str, float] = {
 }
 """Dense bfloat16 TFLOP/s by a part of the device's name, the first that occurs; from NVIDIA's data sheets."""
 
-
 TokenCounts = PackRow | SampleInfo
 
 
@@ -60,8 +59,9 @@ def token_flops(spec: ModelSpec) -> int:
             layers += attention
         if kind.is_mixture:
             layers += dims.hidden * (matrices * dims.expert_ffn * megatron["moe_router_topk"] + dims.experts)
-            if dims.shared_ffn:
-                layers += dims.hidden * matrices * dims.shared_ffn
+            layers += dims.hidden * matrices * dims.shared_ffn
+            if megatron.get("moe_shared_expert_gate"):
+                layers += dims.hidden
         else:
             layers += matrices * dims.hidden * dims.ffn
     return 2 * layers
