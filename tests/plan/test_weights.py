@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from tests.weights.models import qwen2_config
+from tests.weights.models import glm4_moe_config, qwen2_config
 
 HIDDEN, FFN, LAYERS, VOCAB, HEAD = 24, 40, 4, 128, 6
 ATTENTION = (HIDDEN + 1) * (4 + 2 * 2) * HEAD + HIDDEN * HIDDEN
@@ -51,6 +51,23 @@ def test_planned_bytes_equal_shard_sizes(model: Path) -> None:
     assert found["links"]["network"]["messages"] == found["messages"]
     assert 8 * found["sent"]["median"] < 1.5 * 6 * shard
     assert found["staging_bytes"] == 2 * found["bucket_bytes"]
+
+
+def test_planned_bytes_of_a_mixture_equal_shard_sizes(tmp_path: Path) -> None:
+    """The first of four layers is dense; engines have routers in float32, and all ranks the biases of these."""
+    (tmp_path / "config.json").write_text(json.dumps(glm4_moe_config(vocab_size=VOCAB, dtype="bfloat16")))
+    found = report(tmp_path, "--train", "tp=2,dp=2,ep=2", "--rollout", "tp=2,replicas=2")
+    attention = (HIDDEN + 1) * (4 + 2 * 2) * 8 + 4 * 8 * HIDDEN
+    experts = 3 * HIDDEN * 12 * (4 + 2)  # routed and shared ones
+    matrices = 4 * attention + 3 * HIDDEN * FFN + 3 * experts + 2 * VOCAB * HIDDEN
+    routers = 3 * 4 * HIDDEN
+    biases = 3 * 4
+    shard = 2 * (matrices // 2 + NORMS) + 4 * (routers + biases)
+    assert found["parameters"] == matrices + NORMS + routers + biases
+    assert found["model_bytes"] == 2 * (matrices + NORMS + routers) + 4 * biases
+    assert found["needed_bytes"] == found["nbytes"] == 4 * shard
+    assert found["received"] == found["sent"] == {"median": shard, "maximum": shard}
+    assert found["messages"] == 4 * 2, "each engine rank has experts of both EP ranks"
 
 
 def test_colocated_engines_receive_from_nearby_trainers(model: Path) -> None:
