@@ -34,6 +34,7 @@ CASES = {
     ),
     "qwen2_moe": (models.qwen2_moe_config(num_hidden_layers=3), [Layout(pp=2, dp=2, ep=2)]),
     "glm4_moe": (models.glm4_moe_config(dtype="bfloat16"), [Layout(pp=2, dp=2, ep=2)]),
+    "glm4_moe_lite": (models.glm4_moe_lite_config(dtype="bfloat16"), [Layout(pp=2, vpp=2)]),
     "deepseek_v3": (models.deepseek_v3_config(dtype="bfloat16"), [Layout(pp=2, dp=2, ep=2)]),
     "qwen3_next": (models.qwen3_next_config(dtype="bfloat16"), [Layout(tp=2, dp=2, ep=2, sequence_parallel=True)]),
     "gemma3": (models.gemma3_config(), [Layout(tp=2, pp=2), Layout(pp=2, vpp=2)]),

@@ -32,6 +32,7 @@ CONFIGS = {
     "qwen3_next": models.qwen3_next_config(),
     "deepseek_v2": models.deepseek_v2_config(dtype="bfloat16"),
     "deepseek_v3": models.deepseek_v3_config(),
+    "glm4_moe_lite": models.glm4_moe_lite_config(dtype="bfloat16"),
     "reward": models.llama_config(architectures=["LlamaForSequenceClassification"], num_labels=1),
 }
 
