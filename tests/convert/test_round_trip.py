@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,11 +117,35 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     assert compare(tmp_path / "hf", tmp_path / "ckpt")[1] == []
 
 
-def test_what_is_not_trained_passes_through(tmp_path: Path) -> None:
-    config = models.qwen3_5_whole_config(dtype="bfloat16")
+def _untrained(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """A part of a vision tower and of a layer that predicts a further token, or such a layer after the others."""
+    if "vision_config" in config:
+        vision = torch.randn(8, 3, 2, 2, 2)
+        return {"model.visual.patch_embed.proj.weight": vision, "mtp.norm.weight": torch.randn(24).bfloat16()}
+    found: Tensors = {
+        "model.layers.4.eh_proj.weight": torch.randn(24, 48).bfloat16(),
+        "model.layers.4.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.4.shared_head.norm.weight": torch.randn(24).bfloat16(),
+    }
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers.3."):
+            found[name.replace("layers.3", "layers.4")] = torch.rand_like(tensor)
+    return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        models.qwen3_5_whole_config(dtype="bfloat16"),
+        models.glm4_moe_config(dtype="bfloat16", num_nextn_predict_layers=1),
+        models.deepseek_v3_config(dtype="bfloat16", num_nextn_predict_layers=1),
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_what_is_not_trained_passes_through(config: dict[str, Any], tmp_path: Path) -> None:
     tensors = random_tensors(model_spec(config))
-    tensors["model.visual.patch_embed.proj.weight"] = torch.randn(8, 3, 2, 2, 2)
-    tensors["mtp.norm.weight"] = torch.randn(24, dtype=torch.bfloat16)
+    untrained = _untrained(config, tensors)
+    tensors |= untrained
     make_directory(tmp_path / "hf", config, files=2, tensors=tensors)
     (tmp_path / "hf/preprocessor_config.json").write_text("{}")
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", max_file_bytes=200)
@@ -130,12 +155,11 @@ def test_what_is_not_trained_passes_through(tmp_path: Path) -> None:
     assert_equal(read_directory(tmp_path / "out"), tensors)
     assert (tmp_path / "out/preprocessor_config.json").exists()
     written = json.loads((tmp_path / "out/config.json").read_text())
-    assert written["architectures"] == config["architectures"]
-    assert written["vision_config"] == config["vision_config"]
+    for field in ("architectures", "vision_config", "num_nextn_predict_layers"):
+        assert written.get(field) == config.get(field)
     for file in (tmp_path / "ckpt/hf").glob("*.safetensors*"):
         file.unlink()
-    lost = sorted(name for name in tensors if name.startswith(("model.visual", "mtp")))
-    assert compare(tmp_path / "gone", tmp_path / "ckpt")[1] == [f"{name}: missing in hf" for name in lost]
+    assert compare(tmp_path / "gone", tmp_path / "ckpt")[1] == [f"{name}: missing in hf" for name in sorted(untrained)]
     with pytest.raises(UsageError, match="has no weights, and tensors that are not trained come from it"):
         export_checkpoint(tmp_path / "ckpt", tmp_path / "again", template=tmp_path / "ckpt/hf")
 

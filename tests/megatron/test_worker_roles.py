@@ -12,12 +12,14 @@ from megarl.config import load
 from megarl.data.batches import on_all_tokens
 from megarl.data.schedule import inference_schedule, step_schedule, under_one_length
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
+from megarl.models import model_spec
+from tests.convert.directories import make_directory, random_tensors
 from tests.megatron.compare import everywhere, state_of
 from tests.megatron.layouts import STEPS, TEXTS, chunks, experience, samples
 from tests.megatron.test_worker import worker_of
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool, free_port
-from tests.weights.models import qwen3_5_whole_config
+from tests.weights.models import glm4_moe_config, qwen3_5_whole_config
 
 ROLES = "groups.train.roles"
 LAYOUT = [f"{ROLES}.{role}={{tp: 2, pp: 2, offload: true}}" for role in ("actor", "reference")]
@@ -104,18 +106,22 @@ def test_a_critic_keeps_the_head_of_a_reward_model_or_gets_a_new_one(pool: RankP
 
 
 @pytest.mark.dist
-def test_exports_have_the_tensors_that_are_not_trained(pool: RankPool, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    fields = {name: value for name, value in qwen3_5_whole_config().items() if name != "architectures"}
+@pytest.mark.parametrize(
+    ("config", "untrained"),
+    [
+        (qwen3_5_whole_config(), "model.visual.merger.norm.weight"),
+        (glm4_moe_config(num_nextn_predict_layers=1), "model.layers.4.eh_proj.weight"),
+    ],
+    ids=["vision", "mtp"],
+)
+def test_exports_have_the_tensors_that_are_not_trained(
+    pool: RankPool, tmp_path: Path, config: dict[str, Any], untrained: str
+) -> None:
     model = tmp_path / "model"
-    AutoModelForImageTextToText.from_config(AutoConfig.for_model(**fields)).save_pretrained(model)
-    start = state_of(model)
+    start = make_directory(model, config, tensors={**random_tensors(model_spec(config)), untrained: torch.randn(8, 6)})
     for role, head in (("actor", set[str]()), ("critic", {"score.weight"})):
         pool.run(_exported, free_port(), model, [], role, tmp_path / role, world_size=4, connected=False)
         exported = state_of(tmp_path / role)
-        own = {name for name in exported if "visual" in name}
-        assert own
-        assert own == {name for name in start if "visual" in name}
+        assert untrained in exported
         for name in exported.keys() - head:
             assert torch.equal(exported[name], start[name]), name
