@@ -177,16 +177,39 @@ def test_any_layout_loads_any_others_checkpoint(
             assert torch.equal(found[key], values), f"{key} in {reader}"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_version_0_1_is_restored(pool: RankPool, tmp_path: Path) -> None:
-    """Written with megatron-core 0.16.1 on two replicas: a bfloat16 actor with an average, one of its steps skipped.
+OLD_MIXTURE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+}
 
-    torch reads the same files on its own.
+
+@pytest.mark.parametrize(
+    ("archive", "kind", "fields", "layout"),
+    [
+        ("version-0.1", "qwen2", {"num_hidden_layers": 1, "tie_word_embeddings": True}, Layout(tp=2)),
+        ("version-0.1-mixture", "qwen3_moe", OLD_MIXTURE, replace(SP2, dp=2, ep=2)),
+    ],
+    ids=["dense", "mixture"],
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_version_0_1_is_restored(
+    pool: RankPool, tmp_path: Path, archive: str, kind: str, fields: dict[str, Any], layout: Layout
+) -> None:
+    """Written on two replicas: a bfloat16 actor with an average, one of its steps skipped.
+
+    Of the dense model with megatron-core 0.16.1, of the mixture on EP2 before layers had kinds, when every expert had
+    parameters of its own. torch reads the same files on its own.
     """
-    with tarfile.open(Path(__file__).with_name("version-0.1.tar.xz")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    model = save_model(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=True)
-    got = pool.run(_restored, model, "actor", Layout(tp=2), torch.bfloat16, tmp_path / "actor", world_size=2)
+    with tarfile.open(Path(__file__).with_name(f"{archive}.tar.xz")) as files:
+        files.extractall(tmp_path, filter="data")
+    model = save_model(tmp_path / "model", kind, **fields)
+    got = pool.run(_restored, model, "actor", layout, torch.bfloat16, tmp_path / "actor", world_size=layout.world_size)
     assert {held.counters for held in got} == {(2, 1)}
     found = canonical(got)
     infos: Any = FileSystemReader(tmp_path / "actor").read_metadata().state_dict_metadata
