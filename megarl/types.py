@@ -206,7 +206,7 @@ class RolloutChunk:
         kept_ids: N rows of int32, these ids, those of one token after those of another.
         routes: N rows of uint8 or uint16, the experts of every position of prompt and response but
             the last: [positions, layers with experts, experts of a token], flattened. The largest
-            number stands for positions that the engine did not compute, as of a cached prefix.
+            number stands for positions of which the engine has no record.
             None where they are not recorded.
     """
 

@@ -72,7 +72,8 @@ class RouteRecorder:
     """Keeps the experts of every position that this worker computes, until a response takes them.
 
     A position that is computed again, as its request continues with new weights or makes room for
-    others, has its last ones.
+    others, has its last ones. Positions of a prefix that is in the cache have those with which it
+    was computed, so that a response's experts do not depend on what an engine computed before.
 
     Args:
         runner: vLLM's model runner, whose steps are watched.
@@ -87,6 +88,7 @@ class RouteRecorder:
         self._index = {layer: index for index, layer in enumerate(layers)}
         self._dtype = route_dtype(experts)
         self._step: dict[int, Routes] = {}
+        self._cached: Routes | None = None  # by slot of the cache
         self._routes: dict[str, list[tuple[int, Routes]]] = {}
         self._finished: dict[str, int] = {}
         self._steps = 0
@@ -140,9 +142,28 @@ class RouteRecorder:
     def _record(self, counts: dict[str, int]) -> None:
         batch = self._runner.input_batch
         chosen = np.stack([self._step[index] for index in range(len(self._index))], axis=1)
+        table = batch.block_table[0]
+        if self._cached is None:
+            slots = self._runner.kv_cache_config.num_blocks * table.block_size
+            self._cached = np.full((slots, *chosen.shape[1:]), np.iinfo(self._dtype).max, dtype=self._dtype)
+        new: list[tuple[int, str, int]] = []
         start = 0
         for index, name in enumerate(batch.req_ids):
             stop = start + counts[name]
             first = int(batch.num_computed_tokens_cpu[index])
-            self._routes.setdefault(name, []).append((first, chosen[start:stop].copy()))
+            if name not in self._routes:
+                self._routes[name] = []
+                new.append((index, name, first))
+            part = chosen[start:stop].copy()
+            self._routes[name].append((first, part))
+            self._cached[_slots(table, index, first, first + len(part))] = part
             start = stop
+        for index, name, first in new:  # whose prefixes others may have computed in this step
+            self._routes[name].insert(0, (0, self._cached[_slots(table, index, 0, first)]))
+
+
+def _slots(table: Any, request: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+    """Returns where vLLM's cache has positions of a request, by its table of blocks."""
+    positions = np.arange(start, stop)
+    blocks = table.block_table.np[request, positions // table.block_size]
+    return blocks * table.block_size + positions % table.block_size

@@ -40,20 +40,16 @@ def routes_of(directory: Path, ids: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize(("kind", "tp"), [("qwen2_moe", 1), ("qwen3_moe", 2), ("glm4_moe", 1)])
 def test_recorded_experts_are_those_of_transformers(process: EngineProcess, tmp_path: Path, kind: str, tp: int) -> None:
+    """Also those of prefixes that other responses computed."""
     directory = save(random_model(family(kind), 1), tmp_path / "model")
     start(process, directory, weights="files", tp=tp, records_routes=True)
     chunk: Any = ask(process).chunk
     assert chunk.routes is not None
-    recorded = 0
     for row in range(len(chunk.sample_ids)):
         ids = [*chunk.prompt_ids[row].tolist(), *chunk.response_ids[row].tolist()]
         want = np.sort(routes_of(directory, ids)[:-1], axis=-1)
         got = np.sort(chunk.routes[row].reshape(want.shape), axis=-1)
-        known = (got != np.iinfo(got.dtype).max).all((1, 2))
-        assert known[len(chunk.prompt_ids[row]) :].all()
-        recorded += known.sum()
-        assert (got[known] == want[known]).all()
-    assert recorded > 0
+        assert (got == want).all()
 
 
 def trainer_logprobs(rank: int, directory: Path, chunk: RolloutChunk, infos: list[SampleInfo], replays: bool) -> Any:
