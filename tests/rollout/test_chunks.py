@@ -77,7 +77,7 @@ def test_a_response_is_truncated_at_the_first_such_token_after_a_minimum_length(
     assert chunk.prompt_ids is whole.prompt_ids
 
 
-def test_recorded_experts_are_cut_and_selected_with_their_samples() -> None:
+def test_recorded_experts_are_cut_selected_and_stored_with_their_samples(tmp_path: Path) -> None:
     """Two experts of one layer for each position but the last."""
     rows: list[Response] = []
     for name, prompt, tokens in (("a", (1, 2), [3, 13, 4]), ("b", (1,), [5])):
@@ -88,8 +88,11 @@ def test_recorded_experts_are_cut_and_selected_with_their_samples() -> None:
     cut = truncate_responses(whole, 13, 1).routes
     assert cut is not None
     assert [row.tolist() for row in cut] == [[0, 1, 2, 3, 4, 5], [0, 1]]
-    selected = select_rows({0: whole}, [(0, 1), (0, 0)]).routes
+    save_chunks(tmp_path / "step-1.npz", [whole])
+    (stored,) = load_chunks(tmp_path / "step-1.npz")
+    selected = select_rows({0: stored}, [(0, 1), (0, 0)]).routes
     assert selected is not None
+    assert selected.values.dtype == np.uint8
     assert [row.tolist() for row in selected] == [[0, 1], [0, 1, 2, 3, 4, 5, 6, 7]]
 
 
