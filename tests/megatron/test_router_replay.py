@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config.schema import Optimizer
 from megarl.types import Layout, Ragged, RolloutChunk
-from tests.megatron.compare import logprobs_by_chunk
+from tests.megatron.compare import adam_of, check, logprobs_by_chunk, samples_of, state_of, trained
 from tests.megatron.families import MIXTURES
 from tests.megatron.samples import random_chunks
+from tests.megatron.supervised import SETTINGS
 from tests.megatron.tiny import load_role
+from tests.oracle import models, supervised
 from tests.pool import RankPool
 
 SP2 = Layout(tp=2, pp=2, sequence_parallel=True)
@@ -39,7 +42,7 @@ def routed_chunks(layers: int, experts: int, chosen: int) -> list[RolloutChunk]:
 
 
 def replayed(rank: int, directory: Path, layout: Layout, chunks: list[RolloutChunk], recompute: Any = "none") -> Any:
-    """Log-probabilities; then a step of training: its metrics and the weights after it."""
+    """Log-probabilities; then a step of training, for `check`."""
     from megarl.data.schedule import inference_schedule, step_schedule
     from megarl.megatron.supervised_losses import text_loss
 
@@ -47,43 +50,41 @@ def replayed(rank: int, directory: Path, layout: Layout, chunks: list[RolloutChu
     role = load_role(directory, "actor", layout, rank, trainable=True, recompute=recompute, replays_routes=True)
     passes = inference_schedule(infos, layout, 40).ranks[role.coords.dp]
     found = logprobs_by_chunk(role, passes, chunks, 1.0)
-    role.start_training(Optimizer(lr=1e-3, eps=1e-4), total_steps=1)
+    role.start_training(SETTINGS, total_steps=1)
     update = step_schedule(infos, layout, 40).ranks[role.coords.dp]
-    (metrics,) = role.update([update], chunks, partial(text_loss, role))
-    weights = {name: parameter.detach().clone() for name, parameter in role.model.parameters().items()}
-    return found, metrics, weights
+    return found, trained(role, role.update([update], chunks, partial(text_loss, role)))
 
 
-def expected(directory: Path, chunks: list[RolloutChunk], chosen: int) -> dict[tuple[int, int], torch.Tensor]:
-    """By chunk and row, from transformers' model with its routers' choice replaced."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    routers = [module for name, module in model.named_modules() if type(module).__name__.lower().endswith("topkrouter")]
-    given: dict[int, torch.Tensor] = {}
-    for index, router in enumerate(routers):
-        router.forward = partial(_route, router, router.forward, given, index)
-    found: dict[tuple[int, int], torch.Tensor] = {}
-    for index, chunk in enumerate(chunks):
+def naive_model(directory: Path, chunks: list[RolloutChunk], chosen: int) -> torch.nn.Module:
+    """Transformers' model, whose routers' choice is replaced by the recorded one of the sequence that it reads."""
+    model = models.causal_lm(json.loads((directory / "config.json").read_text()), state_of(directory))
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    for router in routers:
+        router.forward = partial(_route, router)
+    recorded: dict[tuple[int, ...], torch.Tensor] = {}
+    for chunk in chunks:
         assert chunk.routes is not None
-        for row in range(len(chunk.sample_ids)):
-            prompt, response = (torch.from_numpy(ids[row]).long() for ids in (chunk.prompt_ids, chunk.response_ids))
-            routes = torch.from_numpy(chunk.routes[row]).long().reshape(-1, len(routers), chosen)
+        for prompt, response, row in zip(chunk.prompt_ids, chunk.response_ids, chunk.routes, strict=True):
+            routes = torch.from_numpy(row).long().reshape(-1, len(routers), chosen)
             last = torch.full((1, *routes.shape[1:]), NONE)
-            for layer, experts in enumerate(torch.cat([routes, last]).unbind(1)):
-                given[layer] = experts
-            with torch.no_grad():
-                logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
-            found[index, row] = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
-    return found
+            recorded[*prompt.tolist(), *response.tolist()] = torch.cat([routes, last])
+    model.register_forward_pre_hook(partial(_choose, recorded), with_kwargs=True)
+    return model
 
 
-def _route(router: Any, forward: Any, given: dict[int, torch.Tensor], index: int, hidden: torch.Tensor) -> Any:
-    logits, _, own = forward(hidden)
+def _choose(recorded: dict[tuple[int, ...], torch.Tensor], model: Any, _: Any, inputs: dict[str, Any]) -> None:
+    experts = recorded[tuple(inputs["input_ids"][0].tolist())]
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    for router, given in zip(routers, experts.unbind(1), strict=True):
+        router.given = given
+
+
+def _route(router: Any, hidden: torch.Tensor) -> Any:
+    logits, _, own = type(router).forward(router, hidden)
     scores = logits.float().softmax(-1)
     if hasattr(router, "e_score_correction_bias"):
         scores = logits.float().sigmoid()
-    experts = torch.where(given[index] == NONE, own, given[index])
+    experts = torch.where(router.given == NONE, own, router.given)
     weights = scores.gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
@@ -99,28 +100,42 @@ CASES = {  # layers with experts, experts, experts of a token
 }
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """By name: a model, its chunks, and of the naive model the log-probabilities and a step of training."""
+
+    @cache
+    def make(name: str) -> Any:
+        directory = MIXTURES[name].save(tmp_path_factory.mktemp(name))
+        chunks = routed_chunks(*CASES[name])
+        model = naive_model(directory, chunks, CASES[name][2])
+        infos = random_chunks()[1]
+        samples = samples_of(chunks, infos)
+        with torch.no_grad():
+            rows = [models.token_statistics(model, sample, 1.0)[0] for sample in samples]
+        logprobs = {(info.chunk, info.row): row for info, row in zip(infos, rows, strict=True)}
+        return directory, chunks, logprobs, supervised.fine_tune(model, [samples], adam_of(SETTINGS))
+
+    return make
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", [Layout(), SP2, Layout(dp=2, ep=2), Layout(pp=2, vpp=2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_recorded_experts_are_used(pool: RankPool, tmp_path: Path, name: str, layout: Layout) -> None:
-    directory = MIXTURES[name].save(tmp_path)
-    chunks = routed_chunks(*CASES[name])
-    want = expected(directory, chunks, CASES[name][2])
+def test_recorded_experts_are_used(pool: RankPool, made: Callable[[str], Any], name: str, layout: Layout) -> None:
+    """The log-probabilities, the loss, the gradient's norm and the updated weights are the naive ones."""
+    directory, chunks, logprobs, (steps, model) = made(name)
     results = pool.run(replayed, directory, layout, chunks, world_size=layout.world_size)
-    merged = {index: column for found, _, _ in results for index, column in (found or {}).items()}
-    for (index, row), values in want.items():
+    merged = {index: column for found, _ in results for index, column in (found or {}).items()}
+    for (index, row), values in logprobs.items():
         assert (torch.as_tensor(merged[index][row]) - values).abs().max() <= 1e-5
-    assert all(0.5 < metrics["rerouted"] < 1 for _, metrics, _ in results)
-    assert len({metrics["rerouted"] for _, metrics, _ in results}) == 1
+    check([rank for _, rank in results], steps, model, state_of(directory))
+    (rerouted,) = {rank["steps"][0]["rerouted"] for _, rank in results}
+    assert 0.5 < rerouted < 1
 
 
 @pytest.mark.dist
-def test_recomputed_layers_use_them_again(pool: RankPool, tmp_path: Path) -> None:
-    directory = MIXTURES["qwen3_moe"].save(tmp_path)
-    chunks = routed_chunks(*CASES["qwen3_moe"])
-    kept, full = (
-        pool.run(replayed, directory, Layout(pp=2), chunks, recompute, world_size=2) for recompute in ("none", "full")
-    )
-    for (_, _, once), (_, _, again) in zip(kept, full, strict=True):
-        for name, weights in once.items():
-            torch.testing.assert_close(again[name], weights, rtol=0, atol=1e-7)
+def test_recomputed_layers_use_them_again(pool: RankPool, made: Callable[[str], Any]) -> None:
+    directory, chunks, _, (steps, model) = made("qwen3_moe")
+    results = pool.run(replayed, directory, Layout(pp=2), chunks, "full", world_size=2)
+    check([rank for _, rank in results], steps, model, state_of(directory))
