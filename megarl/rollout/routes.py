@@ -87,8 +87,9 @@ class RouteRecorder:
         self._runner = runner
         self._index = {layer: index for index, layer in enumerate(layers)}
         self._dtype = route_dtype(experts)
+        self._none = np.iinfo(self._dtype).max
         self._step: dict[int, Routes] = {}
-        self._cached: Routes | None = None  # by slot of the cache
+        self._cached: Routes | None = None  # by block of the cache, and position in it
         self._routes: dict[str, list[tuple[int, Routes]]] = {}
         self._finished: dict[str, int] = {}
         self._steps = 0
@@ -117,7 +118,7 @@ class RouteRecorder:
         self._finished.pop(name, None)
         stop = max(first + len(part) for first, part in parts)
         _, part = parts[0]
-        found = np.full((stop, *part.shape[1:]), np.iinfo(self._dtype).max, dtype=self._dtype)
+        found = np.full((stop, *part.shape[1:]), self._none, dtype=self._dtype)
         for first, part in parts:
             found[first : first + len(part)] = part
         return found
@@ -140,30 +141,30 @@ class RouteRecorder:
         return result
 
     def _record(self, counts: dict[str, int]) -> None:
+        """Notes the experts of a step.
+
+        A new request has those of its prefix from the cache, which other requests filled, maybe in
+        the same step.
+
+        Args:
+            counts: number of positions of each request in the step.
+        """
         batch = self._runner.input_batch
         chosen = np.stack([self._step[index] for index in range(len(self._index))], axis=1)
         table = batch.block_table[0]
+        shape = chosen.shape[1:]
         if self._cached is None:
-            slots = self._runner.kv_cache_config.num_blocks * table.block_size
-            self._cached = np.full((slots, *chosen.shape[1:]), np.iinfo(self._dtype).max, dtype=self._dtype)
-        new: list[tuple[int, str, int]] = []
+            blocks = self._runner.kv_cache_config.num_blocks
+            self._cached = np.full((blocks, table.block_size, *shape), self._none, dtype=self._dtype)
+        by_slot = self._cached.reshape(-1, *shape)
+        by_slot[table.slot_mapping.np[: len(chosen)]] = chosen
         start = 0
         for index, name in enumerate(batch.req_ids):
             stop = start + counts[name]
             first = int(batch.num_computed_tokens_cpu[index])
             if name not in self._routes:
-                self._routes[name] = []
-                new.append((index, name, first))
-            part = chosen[start:stop].copy()
-            self._routes[name].append((first, part))
-            self._cached[_slots(table, index, first, first + len(part))] = part
+                blocks = table.block_table.np[index, : first // table.block_size]
+                prefix = self._cached[blocks]  # of each block
+                self._routes[name] = [(0, prefix.reshape(first, *shape))]
+            self._routes[name].append((first, chosen[start:stop].copy()))
             start = stop
-        for index, name, first in new:  # whose prefixes others may have computed in this step
-            self._routes[name].insert(0, (0, self._cached[_slots(table, index, 0, first)]))
-
-
-def _slots(table: Any, request: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-    """Returns where vLLM's cache has positions of a request, by its table of blocks."""
-    positions = np.arange(start, stop)
-    blocks = table.block_table.np[request, positions // table.block_size]
-    return blocks * table.block_size + positions % table.block_size
