@@ -62,8 +62,19 @@ _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "gpt_oss": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }
-"""Fields of Llama 3.1, GLM-4.5-Air, GLM-4.7-Flash, DeepSeek-V2-Lite and V3."""
+"""Fields of Llama 3.1, GLM-4.5-Air, GLM-4.7-Flash, DeepSeek-V2-Lite and V3, and gpt-oss."""
 
 
 def default_config(model_type: str) -> dict[str, Any]:

@@ -30,7 +30,10 @@ from megarl.types import Layout
 HIDDEN, CHANNELS = 128, 64
 CASES = ((8, 2, 2048), (64, 8, 2048), (128, 8, 2048), (128, 8, 256))
 """Experts, experts of a token, tokens."""
-LAYERS, SEQUENCE = 4, 128
+Case = tuple[int, int, int, torch.dtype]
+"""The same, and a dtype."""
+LAYERS = 4
+SEQUENCE = 128
 MIXTURE: Mapping[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -57,34 +60,78 @@ def main(arguments: Sequence[str]) -> None:
     start_platform("cpu")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
+    chosen_cases = cases(options.largest)
+    compare_experts(chosen_cases, options.rounds)
+    compare_models(chosen_cases, options.rounds)
+
+
+def compare_experts(chosen_cases: Sequence[Case], rounds: int) -> None:
+    """Prints the times and kernels of the experts alone."""
     print("experts  of a token  tokens  dtype     loop ms  grouped ms  ratio  kernels of the loop  grouped")
-    for experts, chosen, tokens, dtype in cases(options.largest):
+    for case in chosen_cases:
+        experts, chosen, tokens, dtype = case
         work = routed(experts, chosen, tokens, dtype)
-        loop, grouped = (partial(outputs, module, work) for module in modules(experts, dtype))
+        passes: list[Callable[[], torch.Tensor]] = []
+        kernels: list[int] = []
+        for module in modules(experts, dtype):
+            forward = partial(outputs, module, work)
+            passes.append(forward)
+            kernels.append(started_kernels(forward, [*module.parameters(), *work]))
+        loop, grouped = passes
         torch.testing.assert_close(grouped(), loop())
-        times = milliseconds((loop, grouped), options.rounds)
-        kernels = [started_kernels(each, [*each.args[0].parameters(), *work]) for each in (loop, grouped)]
-        numbers = f"{times[0]:7.1f}  {times[1]:10.1f}  {times[0] / times[1]:5.2f}  {kernels[0]:19}  {kernels[1]:7}"
-        print(f"{experts:7}  {chosen:10}  {tokens:6}  {str(dtype).removeprefix('torch.'):8}  {numbers}")
+        times = milliseconds(passes, rounds)
+        ratio = times[0] / times[1]
+        print(
+            shown(case),
+            f"{times[0]:7.1f}",
+            f"{times[1]:10.1f}",
+            f"{ratio:5.2f}",
+            f"{kernels[0]:19}",
+            f"{kernels[1]:7}",
+            sep="  ",
+        )
+
+
+def compare_models(chosen_cases: Sequence[Case], rounds: int) -> None:
+    """Prints the speeds of whole models, and the kernels of a layer."""
     print("\nwhole model                               tokens/s of CPU time           kernels of a layer")
     print("experts  of a token  tokens  dtype        loop   grouped  ratio        loop   grouped")
-    for experts, chosen, tokens, dtype in cases(options.largest):
-        loop, grouped = (partial(loss, model, tokens) for model in models(experts, chosen, dtype, LAYERS))
+    for case in chosen_cases:
+        experts, chosen, tokens, dtype = case
+        passes: list[Callable[[], torch.Tensor]] = []
+        for model in models(experts, chosen, dtype, LAYERS):
+            passes.append(partial(loss, model, tokens))
+        loop, grouped = passes
         torch.testing.assert_close(grouped(), loop(), rtol=1e-3, atol=0)
-        speeds = [1000 * tokens / time for time in milliseconds((loop, grouped), options.rounds)]
+        times = milliseconds(passes, rounds)
+        ratio = times[0] / times[1]
         kernels = kernels_of_a_layer(experts, chosen, tokens, dtype)
-        numbers = (
-            f"{speeds[0]:8.0f}  {speeds[1]:8.0f}  {speeds[1] / speeds[0]:5.2f}  {kernels[0]:10.0f}  {kernels[1]:8.0f}"
+        print(
+            shown(case),
+            f"{1000 * tokens / times[0]:8.0f}",
+            f"{1000 * tokens / times[1]:8.0f}",
+            f"{ratio:5.2f}",
+            f"{kernels[0]:10.0f}",
+            f"{kernels[1]:8.0f}",
+            sep="  ",
+            flush=True,
         )
-        print(f"{experts:7}  {chosen:10}  {tokens:6}  {str(dtype).removeprefix('torch.'):8}  {numbers}", flush=True)
 
 
-def cases(largest: int) -> list[tuple[int, int, int, torch.dtype]]:
+def shown(case: Case) -> str:
+    """Returns the first columns of a case's row."""
+    experts, chosen, tokens, dtype = case
+    name = str(dtype).removeprefix("torch.")
+    return f"{experts:7}  {chosen:10}  {tokens:6}  {name:8}"
+
+
+def cases(largest: int) -> list[Case]:
     """Returns the cases with few enough experts, in each dtype."""
-    found: list[tuple[int, int, int, torch.dtype]] = []
+    found: list[Case] = []
     for case in CASES:
         if case[0] <= largest:
-            found += [(*case, torch.float32), (*case, torch.bfloat16)]
+            found.append((*case, torch.float32))
+            found.append((*case, torch.bfloat16))
     return found
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
-from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER
+from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER, require_megatron_format
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import DEFAULT, Resources
 from megarl.convert.stored import Shifted, Sources, Stored, open_hf, open_untrained, read_spec, shards_within
@@ -57,6 +57,7 @@ def import_checkpoint(
         max_file_bytes: size of the tensors in a file; a larger tensor has a separate file.
     """
     spec = read_spec(hf)
+    require_megatron_format(spec)
     with PartialOutput(out) as output:
         stored = open_hf(hf, spec.manifest(spec.head))
         whole = _with_dtypes(_global_map(spec), stored, dtype, spec)

@@ -15,6 +15,7 @@ from megarl.convert.dcp import METADATA, DCPIndex, TensorChunk
 from megarl.convert.stored import ArchivedTensor, Shifted, Sources, Stored, shards_within
 from megarl.errors import UsageError
 from megarl.models import ModelSpec
+from megarl.models.expert_params import StackedExperts
 from megarl.run.checkpoints import MANIFEST, CheckpointManifest, Checkpoints
 from megarl.types import HEADS, HeadName, RoleName
 from megarl.weights.hf_files import CheckpointError, misfits
@@ -146,6 +147,14 @@ def _refuse(path: Path, *, role: str | None = None, step: int | None = None) -> 
         raise UsageError(f"--step {step} has no meaning for {path}, which is one checkpoint; leave it out")
 
 
+def require_megatron_format(spec: ModelSpec) -> None:
+    """Raises UsageError where Megatron-LM's checkpoints have a model's weights in another order."""
+    for kind in spec.table.kinds:
+        if any(isinstance(param, StackedExperts) for param in kind.params):
+            problem = f"Megatron-LM's checkpoints of {spec.family.model_type} are not supported"
+            raise UsageError(f"{problem}: they have an expert's gates before its ups, the model's files in turn")
+
+
 def open_checkpoint(
     found: FoundCheckpoint, spec: ModelSpec, head: HeadName
 ) -> tuple[Mapping[str, TensorInfo], Sources]:
@@ -156,6 +165,7 @@ def open_checkpoint(
     """
     canonical = spec.canonical(head)
     if found.role is None:
+        require_megatron_format(spec)
         index = _stacked(DCPIndex.read(found.directory), layers=spec.table.is_uniform)
         embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
         rows = None if embedding is None else max(spec.dims.vocab, embedding.shape[0])

@@ -7,7 +7,7 @@ dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -38,9 +40,11 @@ class Arrangement(Places):
 
     Args:
         rectangles: (sequences, length) of each; together they have P places of S positions.
+        masks: what layers add to their logits, by length and kind; layers share them, and kernels keep them.
     """
 
     rectangles: tuple[tuple[int, int], ...]
+    masks: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict[tuple[int, int, bool], Tensor])
 
 
 def arrange(shape: PackShape, device: torch.device) -> Arrangement:
@@ -59,7 +63,11 @@ def arrange(shape: PackShape, device: torch.device) -> Arrangement:
     position_of = np.concatenate(positions)
     place_of = np.argsort(position_of, kind="stable")[:total]
     indices = to_device({"position_of": position_of, "place_of": place_of}, device)
-    return Arrangement(rectangles=tuple(rectangles), **indices)
+    return Arrangement(
+        rectangles=tuple(rectangles),
+        position_of=indices["position_of"],
+        place_of=indices["place_of"],
+    )
 
 
 def pack_arrays(shape: PackShape) -> Arrays:
@@ -119,8 +127,10 @@ class PackedAttention(torch.nn.Module):
     """Causal attention within each sequence of a pack, with grouped KV heads, maybe to a window of last positions.
 
     It uses torch's variable-length kernel where ``kernel_takes`` the heads, padded to a size that
-    the kernel has; else one ``scaled_dot_product_attention`` per rectangle of an arrangement.
-    Megatron's ``Attention`` makes it.
+    the kernel has; else, and for attention with sinks, one ``scaled_dot_product_attention`` per
+    rectangle of an arrangement. Megatron's ``Attention`` makes it.
+
+    A sink is a logit of each head, ``softmax_offset`` in Megatron, to which no value belongs.
     """
 
     def __init__(
@@ -129,10 +139,18 @@ class PackedAttention(torch.nn.Module):
         config: TransformerConfig,
         window: int | None = None,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **_unused: Any,
     ) -> None:
         super().__init__()
         assert config.kv_channels is not None
+        self.softmax_offset: Any = None
+        if config.softmax_type == "learnable":
+            assert pg_collection is not None
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            sinks = torch.empty(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+            self.softmax_offset = torch.nn.Parameter(sinks)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         self.scale = softmax_scale
         if softmax_scale is None:
             self.scale = config.kv_channels**-0.5
@@ -155,7 +173,7 @@ class PackedAttention(torch.nn.Module):
         width = value.shape[2]
         if narrower := query.shape[2] - width:
             value = F.pad(value, (0, narrower))
-        if kernel_takes(query):
+        if kernel_takes(query) and self.softmax_offset is None:
             output = self._variable_length(query, key, value, packed_seq_params)
         else:
             output = self._by_rectangle(query, key, value, packed_seq_params.arrangement)
@@ -192,7 +210,9 @@ class PackedAttention(torch.nn.Module):
         parts: list[Tensor] = []
         for rectangle, *qkv in zip(arrangement.rectangles, *split, strict=True):
             q, k, v = (x.unflatten(0, rectangle).transpose(1, 2) for x in qkv)
-            mask = self._mask(rectangle[1], q.device)
+            mask = self._mask(rectangle[1], q, arrangement)
+            if self.softmax_offset is not None:
+                q, k, v = self._with_sinks(q, k, v)
             out = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -202,15 +222,41 @@ class PackedAttention(torch.nn.Module):
                 scale=self.scale,
                 enable_gqa=gqa,
             )
-            parts.append(out.transpose(1, 2).flatten(0, 1))
+            parts.append(out[..., : value.shape[2]].transpose(1, 2).flatten(0, 1))
         return arrangement.collect(torch.cat(parts))
 
-    def _mask(self, length: int, device: torch.device) -> Tensor | None:
-        """Returns what each position of a rectangle sees, [length, length]; None where that is all before it."""
-        if self.earlier < 0 or length <= self.earlier + 1:
+    def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Adds a key that all positions see, whose product with a query is its head's sink, and whose value is 0.
+
+        Tensors are [sequences, heads, length, D], and D + 1 after it. A sink belongs to a query's head,
+        and many of these share a key: so the queries have the sinks as their last element, and the
+        key has 1 there.
+        """
+        sequences, heads, length, _ = q.shape
+        sinks = (self.softmax_offset / self.scale).to(q.dtype)
+        q = torch.cat((q, sinks[:, None, None].expand(sequences, heads, length, 1)), dim=-1)
+        k = F.pad(k, (0, 1, 0, 1))
+        k[..., -1, -1] = 1
+        return q, k, F.pad(v, (0, 1, 0, 1))
+
+    def _mask(self, length: int, query: Tensor, arrangement: Arrangement) -> Tensor | None:
+        """Returns 0 where a position of a rectangle sees another, else -inf; None where it sees all before it.
+
+        [length, length], and a column of 0 for the sinks.
+        """
+        sinks = self.softmax_offset is not None
+        earlier = length
+        if 0 <= self.earlier < length - 1:
+            earlier = self.earlier
+        elif not sinks:
             return None
-        seen = torch.ones(length, length, dtype=torch.bool, device=device)
-        return seen.tril().triu(-self.earlier)
+        mask = arrangement.masks.get((length, earlier, sinks))
+        if mask is None:
+            seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(-earlier)
+            seen = F.pad(seen, (0, int(sinks)), value=True)
+            mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
+            arrangement.masks[length, earlier, sinks] = mask
+        return mask
 
 
 class FusedPackedAttention(torch.nn.Module):

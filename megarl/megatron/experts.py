@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -21,8 +22,13 @@ from torch import Tensor
 from megarl.megatron.staging import to_device
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """Returns x sigmoid(1.702 x); Megatron compiles its function of this name."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 class ExpertLinear(torch.nn.Module):
-    """A matrix [outputs, inputs] for each expert of a rank.
+    """A matrix [outputs, inputs], and maybe a bias, for each expert of a rank.
 
     Grouped products need rows of a multiple of 16 bytes, and on a GPU bfloat16 and compute capability
     9.0 (torch 2.13). Other matrices are multiplied one by one.
@@ -40,6 +46,12 @@ class ExpertLinear(torch.nn.Module):
         # As in Megatron, where gradients are summed over the replicas of the same experts.
         weight.allreduce = config.expert_model_parallel_size == 1
         self.weight = weight
+        self.bias: Any = None
+        if config.add_bias_linear:
+            self.bias = torch.nn.Parameter(torch.empty(experts, outputs, dtype=config.params_dtype, device=device))
+            self.bias.allreduce = weight.allreduce
+            if axis == 0:
+                set_tensor_model_parallel_attributes(self.bias, True, 1, 1)
         self._aligned = all(size * values.itemsize % 16 == 0 for size in (outputs, inputs))
 
     def forward(self, tokens: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
@@ -80,7 +92,7 @@ class _Contiguous(torch.autograd.Function):
 
 
 class GroupedExperts(torch.nn.Module):
-    """The gated MLPs of this rank's experts, without biases.
+    """The gated MLPs of this rank's experts.
 
     A ``MoELayer`` makes it, and sends it the tokens.
     """
@@ -94,6 +106,7 @@ class GroupedExperts(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._config = config
+        self._tp = pg_collection.expt_tp
         assert config.moe_ffn_hidden_size is not None
         channels = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         hidden = config.hidden_size
@@ -111,6 +124,8 @@ class GroupedExperts(torch.nn.Module):
         counts = tokens_per_expert.cpu()
         ends = to_device({"ends": counts.cumsum(0).to(torch.int32).numpy()}, tokens.device)["ends"]
         both = self.linear_fc1(tokens, counts, ends)
+        if self._config.add_bias_linear:
+            return self._with_biases(both, counts, ends, weights), None
         if self._config.bias_activation_fusion:
             activated = weighted_bias_swiglu_impl(both, None, weights.unsqueeze(-1))
         else:
@@ -118,6 +133,33 @@ class GroupedExperts(torch.nn.Module):
             activated = self._config.activation_func(gate) * up * weights.unsqueeze(-1)
             activated = activated.to(both.dtype)
         return self.linear_fc2(activated, counts, ends), None
+
+    def _with_biases(self, both: Tensor, counts: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+        """Returns the outputs of gpt-oss' experts: act(gate) (1 + up), both clamped, and biases.
+
+        Args:
+            both: [T, 2 channels], products with gates and ups in turn, without their biases.
+            counts, ends: see ``ExpertLinear``.
+            weights: [T], those of the experts in the sums of their tokens.
+
+        Returns [T, hidden], of which the TP ranks have parts to add up.
+        """
+        config = self._config
+        experts = torch.arange(len(counts)).repeat_interleave(counts)
+        expert = to_device({"expert": experts.numpy()}, both.device)["expert"]  # of each token
+        both = both + self.linear_fc1.bias[expert]
+        limit = config.activation_func_clamp_value
+        assert limit is not None
+        gate = both[:, ::2].clamp(max=limit)
+        up = both[:, 1::2].clamp(min=-limit, max=limit)
+        activated = config.activation_func(gate) * (up + config.glu_linear_offset)
+        scale = weights.unsqueeze(-1)
+        output = self.linear_fc2((activated * scale).to(both.dtype), counts, ends)
+        # The TP ranks' outputs are added up; the first one's have the bias, whose gradient all get.
+        bias = copy_to_tensor_model_parallel_region(self.linear_fc2.bias, self._tp)
+        if self._tp.rank() > 0:
+            bias = bias * 0
+        return output + (bias[expert] * scale).to(output.dtype)
 
 
 class SharedExpert(SharedExpertMLP):

@@ -42,7 +42,7 @@ from megarl.data.packing import RoutedLayers
 from megarl.errors import RunError
 from megarl.megatron.attention import FusedPackedAttention, PackedAttention, PackParams
 from megarl.megatron.delta_net import DeltaNet
-from megarl.megatron.experts import GroupedExperts, SharedExpert
+from megarl.megatron.experts import GroupedExperts, SharedExpert, quick_gelu
 from megarl.megatron.latent_attention import LatentAttention
 from megarl.megatron.layer_options import LocalRopeAttention, PostNormLinear
 from megarl.megatron.platform.kernels import LayerKind, layer_kind
@@ -115,6 +115,7 @@ _NORMS: Mapping[str, Any] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "clamped_silu": quick_gelu,
 }
 
 
@@ -265,7 +266,8 @@ def _transformer_config(
     if spec.dims.experts:
         experts = {
             "expert_model_parallel_size": layout.ep,
-            "expert_tensor_parallel_size": layout.tp,
+            # With biases Megatron refuses others (0.19); it reads it for modules that are not used here.
+            "expert_tensor_parallel_size": 1 if spec.table.megatron["add_bias_linear"] else layout.tp,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
         }

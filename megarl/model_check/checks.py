@@ -17,7 +17,8 @@ from typing import Any, Final, Literal
 
 from megarl.convert.exporting import compare
 from megarl.convert.importing import import_checkpoint
-from megarl.errors import RunError
+from megarl.convert.megatron_checkpoint import require_megatron_format
+from megarl.errors import RunError, UsageError
 from megarl.loop.logprob_check import TOLERANCES as AGREEMENT
 from megarl.model_check.runs import fine_tune, roll_out
 from megarl.model_check.small_models import VOCABULARY, small_config, write_small_model
@@ -214,6 +215,10 @@ def _step(
 
 def _conversion(model: Path, checkpoint: Path, check: str) -> CheckResult:
     """Compares the files with a Megatron checkpoint that is made of them."""
+    try:
+        require_megatron_format(model_spec(read_config(model)))
+    except UsageError as error:
+        return CheckResult(check=check, status="skipped", detail=str(error))
     with redirect_stderr(StringIO()):  # its progress
         import_checkpoint(model, checkpoint)
     count, different = compare(model, checkpoint)

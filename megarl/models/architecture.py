@@ -9,6 +9,7 @@ from typing import Any
 from megarl.decoder_fields import TEXT_CONFIG, decoder_fields
 from megarl.models.checkpoint_keys import fused_norms, in_checkpoint, parts_in_checkpoint
 from megarl.models.dims import Dims, Engine
+from megarl.models.expert_params import Experts
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import (
     HF_ACTIVATIONS,
@@ -23,7 +24,6 @@ from megarl.models.hf_config import (
 )
 from megarl.models.param_stacks import ShardCoords, Stack
 from megarl.models.param_types import (
-    Experts,
     ParamType,
     VocabRows,
     canonical_dtypes,

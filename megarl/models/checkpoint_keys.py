@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megarl.models.dims import Dims
+from megarl.models.expert_params import MEGATRON_EXPERTS
 from megarl.models.hf_config import LayerSpec
 from megarl.models.param_stacks import Stack
-from megarl.models.param_types import MEGATRON_EXPERTS
 from megarl.models.transformer_engine import DELTA_NET_NORM, INPUT_NORM, LATENT_NORMS, MLP_NORM, NormNames
 from megarl.weights.shard_map import Shape
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+from megarl.models.expert_params import Experts
 from megarl.models.hf_config import HFConfigReader, LayerSpec, ParamTable
 from megarl.models.param_stacks import Names
 from megarl.models.param_types import (
     ColumnParallel,
     DeltaNetParams,
-    Experts,
     FusedQKV,
     ParamType,
     Replicated,

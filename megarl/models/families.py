@@ -19,13 +19,14 @@ from megarl.models.decoder_tables import (
     routing,
 )
 from megarl.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megarl.models.expert_params import Experts
 from megarl.models.gemma import GEMMA3
 from megarl.models.glm import GLM4_MOE, GLM4_MOE_LITE
+from megarl.models.gpt_oss import GPT_OSS
 from megarl.models.hf_config import Family, HFConfigReader, LayerSpec, ParamTable
 from megarl.models.param_stacks import Names
 from megarl.models.param_types import (
     ColumnParallel,
-    Experts,
     FusedQKV,
     Replicated,
     RowParallel,
@@ -217,6 +218,7 @@ _ALL = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GEMMA3,
+    GPT_OSS,
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """Families by HF's ``model_type``."""

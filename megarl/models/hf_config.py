@@ -8,15 +8,17 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from megarl.models.dims import DeltaDims, Dims, LatentDims
+from megarl.models.expert_params import Experts, StackedExperts
 from megarl.models.param_stacks import Names
-from megarl.models.param_types import DeltaNetParams, Experts, ParamType, Replicated, VocabRows
+from megarl.models.param_types import DeltaNetParams, ParamType, Replicated, VocabRows
 from megarl.weights.shard_map import ITEM_BYTES
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 
 HF_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu",),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh"),
+    "clamped_silu": ("silu",),
 }
 """Values of HF's ``hidden_act``."""
 
@@ -43,7 +45,7 @@ class LayerSpec:
 
     @property
     def is_mixture(self) -> bool:
-        return any(isinstance(param, Experts) for param in self.params)
+        return any(isinstance(param, Experts | StackedExperts) for param in self.params)
 
     @property
     def is_delta_net(self) -> bool:

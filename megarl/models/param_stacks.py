@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megarl.models.dims import Engine
-from megarl.weights.shard_map import Box, Shape
+from megarl.weights.shard_map import Box, Shape, transpose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,7 @@ class Stack:
         parts: ranges that are concatenated along ``axis``.
         transposed: whether the canonical tensors have rows and columns exchanged.
         at, of: indices of the matrix along the parameter's leading axes, and the extents of those.
+        canonical_at: its indices along the leading axes of the canonical tensors.
         dtype: dtype of the parameter, if it is not the model's.
     """
 
@@ -74,6 +75,7 @@ class Stack:
     transposed: bool = False
     at: Shape = ()
     of: Shape = ()
+    canonical_at: Shape = ()
     dtype: str | None = None
 
     @cached_property
@@ -82,11 +84,13 @@ class Stack:
         found: list[tuple[Box, str | None, Box]] = []
         offset = 0
         above = tuple(i + 1 for i in self.at)
+        canonical_above = tuple(i + 1 for i in self.canonical_at)
         for part in self.parts:
             inner = self._along_axis(offset, offset + part.size)
             region = self._along_axis(part.start, part.stop)
             if self.transposed:
-                region = Box(region.start[::-1], region.stop[::-1])
+                region = Box(transpose(region.start), transpose(region.stop))
+            region = Box(self.canonical_at + region.start, canonical_above + region.stop)
             found.append((Box(self.at + inner.start, above + inner.stop), part.tensor, region))
             offset += part.size
         return found

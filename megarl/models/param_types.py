@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.models.dims import DeltaDims, Dims, Engine, Size
+from megarl.models.expert_params import Experts, StackedExperts
 from megarl.models.param_stacks import Names, ShardCoords, Stack, TensorRange
 from megarl.weights.shard_map import Shape
 
@@ -46,6 +47,17 @@ class Replicated:
                 parts=(TensorRange(self.names.hf + suffix, 0, shape[0]),),
                 dtype=dtype,
             )
+
+
+@dataclass(frozen=True)
+class HeadVector:
+    """A number of each attention head, such as a sink; TP splits the heads."""
+
+    names: Names
+
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
+        part = TensorRange(self.names.hf, *coords.tp_range(dims.heads))
+        yield Stack(param=self.names.of(engine), shape=(part.size,), parts=(part,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +200,6 @@ def canonical_shapes(param_types: Iterable[ParamType], dims: Dims) -> dict[str, 
     return canonical
 
 
-MEGATRON_EXPERTS = "mlp.experts."
-"""Prefix of the parameters of a layer's experts in Megatron."""
-
-
 def _kinds(bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if bias else ("weight",)
 
@@ -256,68 +264,6 @@ def _slice(parts: Sequence[TensorRange], start: int, stop: int) -> list[TensorRa
             found.append(part.within(low, high))
         offset += part.size
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The experts of a layer: gated MLPs without biases.
-
-    Both engines have two parameters for all experts of a rank: [experts, gate shard; up shard,
-    hidden] and [experts, hidden, channels of the shard].
-
-    Args:
-        module: HF's module of all experts; vLLM's parameters are in ``routed_experts`` of it.
-        gate, up, down: HF's matrices of an expert.
-    """
-
-    module: str
-    gate: str
-    up: str
-    down: str
-
-    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        experts = coords.experts(dims.experts)
-        start, stop = coords.tp_range(dims.expert_ffn)
-        if engine == "megatron":
-            prefix = MEGATRON_EXPERTS
-            names = ("linear_fc1.weight", "linear_fc2.weight")
-        else:
-            prefix = f"{self.module}.routed_experts."
-            names = ("w13_weight", "w2_weight")
-        for local, expert in enumerate(experts):
-            tensors = f"{self.module}.{expert}."
-            gate = TensorRange(f"{tensors}{self.gate}.weight", start, stop)
-            up = TensorRange(f"{tensors}{self.up}.weight", start, stop)
-            down = TensorRange(f"{tensors}{self.down}.weight", start, stop)
-            yield Stack(
-                param=prefix + names[0],
-                shape=(gate.size + up.size, dims.hidden),
-                parts=(gate, up),
-                at=(local,),
-                of=(len(experts),),
-            )
-            yield Stack(
-                param=prefix + names[1],
-                shape=(dims.hidden, down.size),
-                parts=(down,),
-                axis=1,
-                at=(local,),
-                of=(len(experts),),
-            )
-
-    def stacked(self, dims: Dims) -> dict[str, list[list[str]]]:
-        """Returns the tensors in which files may have the matrices of all experts.
-
-        These are [experts, gates and ups, hidden] and [experts, hidden, channels], as transformers has
-        them in memory. See ``Manifest.stacks``.
-        """
-        both: list[list[str]] = []
-        down: list[list[str]] = []
-        for expert in range(dims.experts):
-            tensors = f"{self.module}.{expert}."
-            both.append([f"{tensors}{self.gate}.weight", f"{tensors}{self.up}.weight"])
-            down.append([f"{tensors}{self.down}.weight"])
-        return {f"{self.module}.gate_up_proj": both, f"{self.module}.down_proj": down}
 
 
 @dataclass(frozen=True)
@@ -434,7 +380,18 @@ class DeltaNetParams:
         )
 
 
-ParamType = Replicated | VocabRows | LatentDown | ColumnParallel | RowParallel | FusedQKV | Experts | DeltaNetParams
+ParamType = (
+    Replicated
+    | HeadVector
+    | VocabRows
+    | LatentDown
+    | ColumnParallel
+    | RowParallel
+    | FusedQKV
+    | Experts
+    | StackedExperts
+    | DeltaNetParams
+)
 """A group of canonical tensors that the engines store together; names have no layer prefix.
 
 ``stacks`` yields the parameters in which one rank of an engine holds them.

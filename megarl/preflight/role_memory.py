@@ -222,7 +222,10 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
     if kind.is_mixture:
         chosen = model.table.megatron["moe_router_topk"]
         experts = 5 * ffn  # with the product of the router's weight
-        if spec.fused:
+        if model.table.megatron["add_bias_linear"]:
+            # Sums, what is clamped, a sigmoid and three products; rows of output biases, and their numbers.
+            experts = 8 * ffn + chosen * (dims.hidden * item + 8)
+        elif spec.fused:
             experts = 3 * ffn
         router = 16 * dims.experts
         if model.table.megatron["moe_router_pre_softmax"]:
@@ -257,10 +260,13 @@ def _attention(spec: RoleSpec, model: ModelSpec, device: str) -> float:
     qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim * item / tp
     one = dims.heads * dims.head_dim * item / tp  # queries, or the attention's output
     kv = 2 * dims.kv_heads * dims.head_dim * item / tp
-    if device == "cuda" and item < 4:
+    sinks = "softmax_type" in model.table.megatron
+    if device == "cuda" and item < 4 and not sinks:
         attention = one + kv / 2 + qkv + one + 4 * dims.heads / tp  # queries and keys are rotated copies
     else:
         attention = 3 * one + kv + 4 * dims.heads / tp  # in rectangles
+    if sinks:
+        attention += 2 * (dims.heads + dims.kv_heads) * item / tp  # heads are wider by one
     if model.table.megatron.get("qk_layernorm"):
         heads = (dims.heads + dims.kv_heads) / tp
         attention += 4 * heads

@@ -6,15 +6,14 @@ the loaders make of them, and where these are copied to.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,10 +21,35 @@ import torch
 from megarl.models import model_spec
 from megarl.rollout.vllm_environment import importing_vllm, scratch_directory, set_vllm_environment
 from megarl.weights.hf_files import read_config
-from megarl.weights.shard_map import Box, TensorInfo
+from megarl.weights.shard_map import Box, TensorInfo, adjacent_axis
 
-Copied = tuple[str, str, Box, str, Box, bool]
-"""A parameter, its dtype and the box of it, a checkpoint's tensor and the box of it; whether it is transposed."""
+
+class Copied(NamedTuple):
+    """A box of a parameter, and the box of a checkpoint's tensor that is copied to it.
+
+    Args:
+        dtype: dtype of the parameter.
+        transposed: whether rows and columns are exchanged.
+    """
+
+    param: str
+    box: Box
+    name: str
+    region: Box
+    dtype: str
+    transposed: bool
+
+    def continues(self, other: Copied) -> bool:
+        """Whether it is the next part of the same tensors, along the first axis of both."""
+        here = (self.param, self.name, self.dtype, self.transposed)
+        if here != (other.param, other.name, other.dtype, other.transposed):
+            return False
+        if adjacent_axis(other.box, self.box) != 0:
+            return False
+        return adjacent_axis(other.region, self.region) == 0
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.region} in {self.param}{self.box}, {self.dtype}"
 
 
 def first_difference(config: Mapping[str, Any], tp: int) -> str | None:
@@ -47,20 +71,36 @@ def first_difference(config: Mapping[str, Any], tp: int) -> str | None:
             dtype = shard_map.params[shard.param].dtype
             is_matrix = sum(extent > 1 for extent in shard.region.shape) > 1
             transposed = shard.transposed and is_matrix
-            mapped.add((shard.param, dtype, shard.box, shard.name, shard.region, transposed))
-        copied = _copied_boxes(hf_config, spec.canonical(), tp, rank)
+            copy = Copied(
+                param=shard.param,
+                box=shard.box,
+                name=shard.name,
+                region=shard.region,
+                dtype=dtype,
+                transposed=transposed,
+            )
+            mapped.add(copy)
+        mapped = _merged(mapped)
+        copied = _merged(_copied_boxes(hf_config, spec.canonical(), tp, rank))
         for whose, boxes in (("vLLM's loader", copied - mapped), ("the map", mapped - copied)):
             if boxes:
-                param, dtype, box, name, region, _ = min(boxes, key=str)
-                place = f"{name}{_shown(region)} in {param}{_shown(box)}, {dtype}"
                 count = f"differences: {len(copied ^ mapped)}"
-                return f"rank {rank} of TP {tp}: only {whose} has {place}; {count}"
+                return f"rank {rank} of TP {tp}: only {whose} has {min(boxes, key=str)}; {count}"
     return None
 
 
-def _shown(box: Box) -> str:
-    ranges = [f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True)]
-    return f"[{', '.join(ranges)}]"
+def _merged(copies: Iterable[Copied]) -> set[Copied]:
+    """Joins copies that continue one another, such as those of experts."""
+    found: list[Copied] = []
+    for copy in sorted(copies):
+        if found and copy.continues(found[-1]):
+            last = found.pop()
+            copy = last._replace(
+                box=Box(last.box.start, copy.box.stop),
+                region=Box(last.region.start, copy.region.stop),
+            )
+        found.append(copy)
+    return set(found)
 
 
 def _copied_boxes(
@@ -72,19 +112,21 @@ def _copied_boxes(
     """What a rank's loader copies, in boxes without axes of extent 1 that views add or remove."""
     from vllm.distributed.weight_transfer.sharded_rdt_fake import BakeSink, FakeRDTTensor
 
-    with _model(config, tp, rank) as model, _assignments_noted():
+    with _model(config, tp, rank) as model:
         names = {id(module): path for path, module in model.named_modules()}
-        sink = BakeSink()
+        owners: dict[int, tuple[Any, str]] = {}
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                _stamp(sink, module, name, parameter)
+                owners.setdefault(parameter.untyped_storage()._cdata, (module, name))
+        sink = BakeSink()
         fakes: list[tuple[str, Any]] = []
         make: Any = FakeRDTTensor
         for name, info in tensors.items():
             dtype = getattr(torch, info.dtype)
             shape = torch.Size(info.shape)
             fakes.append((name, make(name, shape, dtype, torch.device("meta"), sink=sink)))
-        model.load_weights(iter(fakes))
+        with _copies_noted(sink, owners):
+            model.load_weights(iter(fakes))
         found: set[Copied] = set()
         for module, copies in sink.copies_by_layer.items():
             for copy in copies:
@@ -100,13 +142,29 @@ def _copied_boxes(
                 region = _box(tensors[source].shape, offset, view.shape, view.stride())
                 turned = _is_turned(copy.shape, copy.stride)
                 transposed = turned != _is_turned(view.shape, view.stride())
-                found.add((param, dtype, box, source, region, transposed))
+                found.add(
+                    Copied(
+                        param=param,
+                        box=box,
+                        name=source,
+                        region=region,
+                        dtype=dtype,
+                        transposed=transposed,
+                    )
+                )
         return found
 
 
 @contextmanager
-def _assignments_noted() -> Iterator[None]:
-    """Has tensors without memory know what the loader of delta nets does: assign a view of them."""
+def _copies_noted(sink: Any, owners: Mapping[int, tuple[Any, str]]) -> Iterator[None]:
+    """Has tensors without memory note every copy, also into parameters that have no loader of their own.
+
+    The loader of delta nets assigns a view of a tensor; that of gpt-oss sets a bias to zero on all TP
+    ranks but the first.
+
+    Args:
+        owners: module and name of each parameter, the first of those that share it, by its storage.
+    """
     from vllm.distributed.weight_transfer.sharded_rdt_common import SUPPORTED_OPS
     from vllm.distributed.weight_transfer.sharded_rdt_fake import FakeRDTTensor
 
@@ -116,6 +174,13 @@ def _assignments_noted() -> Iterator[None]:
         if func is torch.Tensor.__setitem__:
             target, index, source = args
             return target[index].copy_(source)
+        if func is torch.Tensor.zero_:
+            args[0].is_zero = True
+            return args[0]
+        if func is torch.Tensor.copy_:
+            if hasattr(args[1], "is_zero"):
+                return args[0]
+            sink.current = owners[args[0].untyped_storage()._cdata]
         return noted(func, types, args, kwargs)
 
     views: Any = {torch.Tensor.view_as: "view_as"}
@@ -126,27 +191,11 @@ def _assignments_noted() -> Iterator[None]:
         yield
 
 
-def _stamp(sink: Any, module: Any, name: str, parameter: Any) -> None:
-    """Has the loader of a parameter note whose it is."""
-    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-
-    inner = getattr(parameter, "weight_loader", default_weight_loader)
-
-    @functools.wraps(inner)
-    def loader(*args: Any, **kwargs: Any) -> Any:
-        sink.current = module, name
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            sink.current = None
-
-    parameter.weight_loader = loader
-
-
 def _viewed(tensor: torch.Tensor, chain: Any) -> torch.Tensor:
-    """The view that a chain of recorded calls makes."""
+    """The view that a chain of recorded calls makes, or copies."""
     for method, args, kwargs in chain:
-        tensor = getattr(tensor, method)(*args, **dict(kwargs))
+        if method != "contiguous":
+            tensor = getattr(tensor, method)(*args, **dict(kwargs))
     return tensor
 
 

@@ -87,9 +87,8 @@ class RouteRecorder:
         self._runner = runner
         self._index = {layer: index for index, layer in enumerate(layers)}
         self._dtype = route_dtype(experts)
-        self._none = np.iinfo(self._dtype).max
         self._step: dict[int, Routes] = {}
-        self._cached: Routes | None = None  # by block of the cache, and position in it
+        self._cached: _CachedRoutes | None = None
         self._routes: dict[str, list[tuple[int, Routes]]] = {}
         self._finished: dict[str, int] = {}
         self._steps = 0
@@ -118,7 +117,7 @@ class RouteRecorder:
         self._finished.pop(name, None)
         stop = max(first + len(part) for first, part in parts)
         _, part = parts[0]
-        found = np.full((stop, *part.shape[1:]), self._none, dtype=self._dtype)
+        found = np.full((stop, *part.shape[1:]), np.iinfo(self._dtype).max, dtype=self._dtype)
         for first, part in parts:
             found[first : first + len(part)] = part
         return found
@@ -141,30 +140,72 @@ class RouteRecorder:
         return result
 
     def _record(self, counts: dict[str, int]) -> None:
-        """Notes the experts of a step.
-
-        A new request has those of its prefix from the cache, which other requests filled, maybe in
-        the same step.
-
-        Args:
-            counts: number of positions of each request in the step.
-        """
         batch = self._runner.input_batch
         chosen = np.stack([self._step[index] for index in range(len(self._index))], axis=1)
-        table = batch.block_table[0]
-        shape = chosen.shape[1:]
-        if self._cached is None:
-            blocks = self._runner.kv_cache_config.num_blocks
-            self._cached = np.full((blocks, table.block_size, *shape), self._none, dtype=self._dtype)
-        by_slot = self._cached.reshape(-1, *shape)
-        by_slot[table.slot_mapping.np[: len(chosen)]] = chosen
+        cache = self._prefix_cache(chosen.shape[1:])
+        new: list[tuple[int, str]] = []
         start = 0
         for index, name in enumerate(batch.req_ids):
             stop = start + counts[name]
             first = int(batch.num_computed_tokens_cpu[index])
+            part = chosen[start:stop].copy()
             if name not in self._routes:
-                blocks = table.block_table.np[index, : first // table.block_size]
-                prefix = self._cached[blocks]  # of each block
-                self._routes[name] = [(0, prefix.reshape(first, *shape))]
-            self._routes[name].append((first, chosen[start:stop].copy()))
+                self._routes[name] = []
+                new.append((index, name))
+            self._routes[name].append((first, part))
+            if cache is not None:
+                cache.write(index, first, part)
             start = stop
+        if cache is None:
+            return
+        for index, name in new:  # whose prefixes others may have computed in this step
+            first, _ = self._routes[name][0]
+            self._routes[name].insert(0, (0, cache.read(index, first)))
+
+    def _prefix_cache(self, shape: tuple[int, ...]) -> _CachedRoutes | None:
+        """Returns the experts of cached positions, of this shape each; None where no cache keeps all positions.
+
+        Layers with windows have blocks of their own, and drop those that a window has left.
+        """
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        if self._cached is not None:
+            return self._cached
+        config = self._runner.kv_cache_config
+        for index, group in enumerate(config.kv_cache_groups):
+            spec = group.kv_cache_spec
+            if isinstance(spec, FullAttentionSpec):
+                table = self._runner.input_batch.block_table[index]
+                slots = config.num_blocks * spec.block_size
+                none = np.iinfo(self._dtype).max
+                routes = np.full((slots, *shape), none, dtype=self._dtype)
+                self._cached = _CachedRoutes(table, routes)
+                break
+        return self._cached
+
+
+class _CachedRoutes:
+    """The experts with which the positions in vLLM's cache were computed.
+
+    Args:
+        table: vLLM's blocks of each request of a batch.
+        routes: [slots of the cache, layers, experts of a token].
+    """
+
+    def __init__(self, table: Any, routes: Routes) -> None:
+        self._table = table
+        self._routes = routes
+
+    def write(self, request: int, first: int, routes: Routes) -> None:
+        """Notes the experts of a request's positions from ``first`` on."""
+        self._routes[self._slots(request, first, first + len(routes))] = routes
+
+    def read(self, request: int, stop: int) -> Routes:
+        """Returns the experts of a request's positions before ``stop``."""
+        return self._routes[self._slots(request, 0, stop)]
+
+    def _slots(self, request: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        size = self._table.block_size
+        positions = np.arange(start, stop)
+        blocks = self._table.block_table.np[request, positions // size]
+        return blocks * size + positions % size

@@ -143,7 +143,7 @@ class Shard(NamedTuple):
     box has extent 1.
 
     Args:
-        region: box with the last extents of ``box``, exchanged where transposed.
+        region: box with the last extents of ``box``, the last two exchanged where transposed.
         transposed: whether the parameter stores the transpose of a matrix.
     """
 
@@ -289,22 +289,28 @@ class Manifest:
         return named if stored not in self.tensors and named in self.tensors else stored
 
 
-def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:
-    """Moves a box from one corner to another, or also reverses its axes."""
+def transpose(shape: Shape) -> Shape:
+    """Returns a shape, or a corner of a box, with the last two axes exchanged."""
+    *leading, rows, columns = shape
+    return (*leading, columns, rows)
+
+
+def _moved(box: Box, origin: Shape, base: Shape, transposed: bool) -> Box:
+    """Moves a box from one corner to another, or also exchanges its last two axes."""
     start = tuple(map(sub, box.start, origin))
     stop = tuple(map(sub, box.stop, origin))
-    if reverse:
-        start = start[::-1]
-        stop = stop[::-1]
+    if transposed:
+        start = transpose(start)
+        stop = transpose(stop)
     return Box(tuple(map(add, base, start)), tuple(map(add, base, stop)))
 
 
 def _check_extents(shard: Shard) -> None:
     extents = shard.region.shape
-    if shard.transposed:
-        extents = extents[::-1]
+    if shard.transposed and len(extents) > 1:
+        extents = transpose(extents)
     leading = len(shard.box.start) - len(extents)
-    if leading < 0 or shard.box.shape != (1,) * leading + extents or (shard.transposed and len(extents) != 2):
+    if leading < 0 or shard.box.shape != (1,) * leading + extents or (shard.transposed and len(extents) < 2):
         region = f"{shard.name}{shard.region}"
         raise ValueError(f"shard map: {shard.param}{shard.box} and its region {region} differ in extents")
 

@@ -15,6 +15,7 @@ from megarl.convert.megatron_checkpoint import _stacked
 from megarl.convert.output import OutputFile
 from megarl.convert.resources import Resources
 from megarl.convert.stored import Assembly
+from megarl.errors import UsageError
 from megarl.weights.hf_files import CheckpointError, HFDirectory
 from megarl.weights.shard_map import Box, TensorInfo
 from tests.convert.directories import assert_equal, make_directory, read_directory
@@ -84,6 +85,18 @@ def test_layers_that_differ_in_shape_or_dtype_are_named(layer: str, shape: tuple
     message = rf"{other} is \[\d, 4\] of \w+, unlike others of decoder.layers.mlp"
     with pytest.raises(CheckpointError, match=message):
         _stacked(DCPIndex(tensors=tensors, chunks=()), layers=True)
+
+
+def test_gpt_oss_is_refused_in_both_directions(tmp_path: Path) -> None:
+    """Gates and ups in turn would load into Megatron-LM, and be wrong there."""
+    make_directory(tmp_path / "hf", models.gpt_oss_config())
+    with pytest.raises(UsageError, match="checkpoints of gpt_oss are not supported"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "out")
+    make_directory(tmp_path / "other", models.qwen3_moe_config())
+    import_checkpoint(tmp_path / "other", tmp_path / "ckpt")
+    with pytest.raises(UsageError, match="checkpoints of gpt_oss are not supported"):
+        export_checkpoint(tmp_path / "ckpt", tmp_path / "out", template=tmp_path / "hf")
+    assert not (tmp_path / "out").exists()
 
 
 def test_layers_that_lack_experts_are_refused(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def weights_of(role: Any) -> dict[str, torch.Tensor]:
 def shards_of(role: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, Any, torch.Tensor]]:
     """The parts of HF's tensors that tensors of the parameters' shapes hold: name, region and values."""
     parts = [(shard, tensors[shard.param][shard.box.slices]) for shard in role.shard_map.shards]
-    return [(shard.name, shard.region.slices, part.T if shard.transposed else part) for shard, part in parts]
+    return [(shard.name, shard.region.slices, part.mT if shard.transposed else part) for shard, part in parts]
 
 
 def trained(role: Any, steps: list[dict[str, float]]) -> dict[str, Any]:

@@ -244,6 +244,19 @@ MIXTURES: Mapping[str, Family] = {
         fields={**_LATENT, "q_lora_rank": None, **_NOAUX, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 4},
     ),
     "deepseek_v2": Family(kind="deepseek_v2", fields={**_LATENT, "q_lora_rank": None, "rope_parameters": LATENT_YARN}),
+    "gpt_oss": Family(
+        kind="gpt_oss",
+        fields={
+            **_ATTENTION,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 28,
+            "vocab_size": 103,
+            "sliding_window": 5,
+            "pad_token_id": None,
+            "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
     "glm4_moe_lite": Family(kind="glm4_moe_lite", fields={**_LATENT, "q_lora_rank": 14}),
     "several_kinds": Family(
         kind="qwen3_moe", fields={**_ATTENTION, **_EXPERTS, "mlp_only_layers": [1, 3], "intermediate_size": 44}

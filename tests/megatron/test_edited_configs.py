@@ -17,14 +17,27 @@ from tests.pool import RankPool
 
 MODELS = {name: {**FAMILIES, **MIXTURES}[name] for name in ("qwen3_5", "qwen2_moe", "qwen3_next", "qwen3_5_moe")}
 MODELS |= {"glm4_moe": MIXTURES["glm4_moe"], "gpt2": FAMILIES["gpt2"], "gemma3": FAMILIES["gemma3"]}
-MODELS |= {name: MIXTURES[name] for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")}
+MODELS |= {name: MIXTURES[name] for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss")}
 HYBRIDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 DELTA, FULL, WINDOW = "linear_attention", "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+OSS_YARN = {**YARN, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
 LONG_YARN = {**YARN, "original_max_position_embeddings": 32}
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"sliding_window": 3}),
+    ("gpt_oss", {"attention_bias": False}),
+    ("gpt_oss", {"layer_types": [FULL] * 5}),
+    ("gpt_oss", {"layer_types": [FULL, WINDOW, FULL, WINDOW, FULL]}),
+    ("gpt_oss", {"num_experts": 4}),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    ("gpt_oss", {"rope_parameters": {**OSS_YARN, "attention_factor": 1.5}}),
+    ("gpt_oss", {"rope_parameters": {**OSS_YARN, "beta_fast": None}}),
+    ("gpt_oss", {"sliding_window": None}),
+    ("gpt_oss", {"swiglu_alpha": 1.0}),
+    ("gpt_oss", {"swiglu_limit": 5.0}),
+    ("gpt_oss", {"tie_word_embeddings": True}),
     ("qwen3_5", {"attention_bias": True}),
     ("qwen3_5", {"attention_dropout": 0.5}),
     ("qwen3_5", {"attn_output_gate": False}),
@@ -147,6 +160,11 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"first_k_dense_replace": 0}),
     ("deepseek_v2", {"routed_scaling_factor": 1.0}),
     ("deepseek_v3", {"n_group": 3, "topk_group": 1, "num_experts_per_tok": 2}),
+    ("gpt_oss", {"head_dim": 8}),
+    ("gpt_oss", {"layer_types": None}),
+    ("gpt_oss", {"num_experts_per_tok": 2}),
+    ("gpt_oss", {"rope_parameters": OSS_YARN}),
+    ("gpt_oss", {"sliding_window": 3}),
     ("deepseek_v3", {"q_lora_rank": None}),
     ("deepseek_v3", {"rope_parameters": None, "rope_scaling": {**LONG_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     ("deepseek_v3", {"rope_parameters": {**LONG_YARN, "mscale": 1}}),

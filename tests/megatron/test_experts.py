@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from megarl.types import Layout
 from tests.pool import RankPool
 
 FEW = (3, 0, 5, 1)
@@ -47,3 +48,60 @@ def test_outputs_and_gradients_are_those_of_megatron(
 ) -> None:
     (found,) = pool.run(differences, counts, hidden, channels, torch.float32, fused, world_size=1)
     assert max(found.values()) < 1e-5, found
+
+
+def clamped_differences(rank: int) -> dict[str, float]:
+    """Of gpt-oss' experts against those of transformers, with inputs so large that many products are clamped."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+
+    from megarl.megatron.experts import GroupedExperts, quick_gelu
+    from megarl.megatron.parallel import GroupCache, build_groups
+
+    torch.manual_seed(0)
+    theirs = GptOssExperts(GptOssConfig(hidden_size=16, intermediate_size=12, num_local_experts=len(FEW)))
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=1,
+        num_moe_experts=len(FEW),
+        moe_ffn_hidden_size=12,
+        gated_linear_unit=True,
+        activation_func=quick_gelu,
+        activation_func_clamp_value=7.0,
+        glu_linear_offset=1.0,
+        add_bias_linear=True,
+        perform_initialization=False,
+    )
+    ours = GroupedExperts(len(FEW), config, build_groups(Layout(), 0, GroupCache()))
+    pairs = {
+        "gate_up_proj": ours.linear_fc1.weight,
+        "gate_up_proj_bias": ours.linear_fc1.bias,
+        "down_proj": ours.linear_fc2.weight,
+        "down_proj_bias": ours.linear_fc2.bias,
+    }
+    with torch.no_grad():
+        for name, parameter in pairs.items():
+            values = getattr(theirs, name).normal_()
+            parameter.copy_(values.mT if name.endswith("proj") else values)
+    tokens = 4 * torch.randn(sum(FEW), 16)
+    weights = torch.rand(sum(FEW))
+    experts = torch.arange(len(FEW)).repeat_interleave(torch.tensor(FEW))
+    one, other = tokens.clone().requires_grad_(), tokens.clone().requires_grad_()
+    outputs = [ours(one, torch.tensor(FEW), weights)[0], theirs(other, experts[:, None], weights[:, None])]
+    for output in outputs:
+        output.square().sum().backward()
+    products = tokens @ theirs.gate_up_proj.detach()[0]
+    assert (products > 7).float().mean() > 0.2, "some are clamped"
+    found = {"output": outputs[0] - outputs[1], "tokens": (one.grad - other.grad) / other.grad.abs().max()}
+    for name, parameter in pairs.items():
+        gradient = getattr(theirs, name).grad
+        own = parameter.grad.mT if name.endswith("proj") else parameter.grad
+        found[name] = (own - gradient) / gradient.abs().max()
+    return {name: float(difference.detach().abs().max()) for name, difference in found.items()}
+
+
+@pytest.mark.dist
+def test_clamped_experts_with_biases_are_those_of_transformers(pool: RankPool) -> None:
+    (found,) = pool.run(clamped_differences, world_size=1)
+    assert max(found.values()) < 1e-4, found

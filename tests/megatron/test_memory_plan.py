@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.types import Layout
+from tests.megatron.families import YARN
 from tests.megatron.memory import assert_planned, kept_by_layers, peaks, plan_of
 from tests.megatron.tiny import hf_config
 from tests.pool import RankPool
@@ -27,6 +28,11 @@ SIGMOID = {
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 0,
     "head_dim": 16,
+}
+SINKS = {
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0},
 }
 HYBRID = {
     "head_dim": 16,
@@ -54,6 +60,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", MIXTURE),
     "shared_experts": ("qwen2_moe", SHARED),
     "sigmoid_routing": ("glm4_moe", SIGMOID),
+    "sinks": ("gpt_oss", {"head_dim": 16, **MIXTURE, **SINKS}),
     "post_norms": ("gemma3_text", {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention"] * 4}),
     "latent_queries": ("deepseek_v3", {**LATENT, "q_lora_rank": 20, "v_head_dim": 12}),
     "latent_attention": ("deepseek_v3", {**LATENT, "q_lora_rank": None, "v_head_dim": 24}),

@@ -57,6 +57,7 @@ CASES = [
     *((name, "sft", replace(EP, pp=2, vpp=2), 40) for name in ("mixtral", "several_kinds")),
     *((name, "sft", replace(SP2, dp=2, ep=2), 40) for name in ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")),
     *((name, "sft", replace(EP, pp=2), 40) for name in ("glm4_moe_lite", "deepseek_v2", "qwen2_moe", "qwen3_next")),
+    *(("gpt_oss", "sft", layout, 40) for layout in (ONE, replace(EP, pp=2), replace(SP2, pp=2))),
     *((name, "sft", Layout(), 40) for name in ("qwen3_5", "qwen3_5_moe", "gemma3", "deepseek_v3")),
     ("qwen3_5_moe", "sft", replace(SP2, pp=2), 40),
     *(("plain", "all tokens", layout, 40) for layout in (replace(SP2, pp=2), DP4)),

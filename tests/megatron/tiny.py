@@ -100,6 +100,6 @@ def load_role(
     local = {param: torch.zeros(info.shape) for param, info in role.shard_map.params.items()}
     for shard in role.shard_map.shards:
         values = whole[shard.name][shard.region.slices]
-        local[shard.param][shard.box.slices] = values.T if shard.transposed else values
+        local[shard.param][shard.box.slices] = values.mT if shard.transposed else values
     role.load(local)
     return role

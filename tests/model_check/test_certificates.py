@@ -22,6 +22,8 @@ def test_certificates_have_all_checks_and_are_on_the_page() -> None:
         has_experts = model_spec(default_config(certificate["family"])).dims.experts > 0
         layouts = [f"training, {name}" for name, layout in LAYOUTS.items() if layout.ep == 1 or has_experts]
         expected = ["config", "small model", "engine loader", "transformers", *layouts, "conversion", "rollouts"]
+        if certificate["family"] == "gpt_oss":
+            expected.remove("conversion")  # which is refused
         passed = [finding["check"] for finding in certificate["findings"] if finding["status"] == "passed"]
         assert passed == expected, certificate["family"]
     assert PAGE.read_text() == markdown(), "run make docs"

@@ -1,7 +1,7 @@
 """Adam by its formulas, after clipping.
 
 - The gradient is scaled to clip_grad where its global norm is larger: by clip_grad / (norm + 1e-6).
-- Decoupled weight decay leaves one-dimensional parameters (biases, norms) out.
+- Decoupled weight decay leaves biases and one-dimensional parameters (norms) out.
 - Step t divides m / (1 - b1^t) by sqrt(v / (1 - b2^t)) + eps (PyTorch), or multiplies the rate by
   sqrt(1 - b2^t) / (1 - b1^t) and divides m by sqrt(v) + eps (TensorFlow).
 """
@@ -54,7 +54,7 @@ class Adam:
             first = s.betas[0] * first + (1 - s.betas[0]) * gradient
             second = s.betas[1] * second + (1 - s.betas[1]) * gradient**2
             self.moments[name] = first, second
-            if p.ndim > 1:
+            if p.ndim > 1 and not name.endswith("_bias"):  # of experts
                 p -= lr * s.weight_decay * p
             if s.tensorflow:
                 p -= lr * math.sqrt(corrections[1]) / corrections[0] * first / (second.sqrt() + s.eps)

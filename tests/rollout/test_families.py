@@ -25,6 +25,7 @@ MIXTURES = {
     "deepseek_v3": Layout(pp=2, dp=2, ep=2),
     "glm4_moe": Layout(pp=2, dp=2, ep=2),
     "glm4_moe_lite": Layout(pp=2, dp=2, ep=2),
+    "gpt_oss": Layout(tp=2, dp=2, ep=2, sequence_parallel=True),
     "mixtral": Layout(pp=2, dp=3, ep=3),
     "qwen3_moe": Layout(tp=1, pp=2, dp=2, ep=2),
     "qwen3_next": Layout(tp=2, dp=2, ep=2, sequence_parallel=True),

@@ -38,7 +38,7 @@ def routes_of(directory: Path, ids: list[int]) -> np.ndarray:
     return torch.stack(found, dim=1).numpy()
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("qwen2_moe", 1), ("qwen3_moe", 2), ("glm4_moe", 1)])
+@pytest.mark.parametrize(("kind", "tp"), [("qwen2_moe", 1), ("qwen3_moe", 2), ("glm4_moe", 1), ("gpt_oss", 1)])
 def test_recorded_experts_are_those_of_transformers(process: EngineProcess, tmp_path: Path, kind: str, tp: int) -> None:
     """Also those of prefixes that other responses computed."""
     directory = save(random_model(family(kind), 1), tmp_path / "model")

@@ -234,6 +234,29 @@ gemma3_config = _config(
         "tie_word_embeddings": True,
     },
 )
+gpt_oss_config = _config(
+    _QWEN2,
+    {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
+)
 _VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 24}
 qwen3_5_whole_config = _config(
     {
@@ -283,7 +306,7 @@ def held(shard_map: ShardMap, canonical: Arrays) -> Arrays:
     arrays = {name: np.zeros(info.shape, np.int64) for name, info in shard_map.params.items()}
     for shard in shard_map.shards:
         values = canonical[shard.name][shard.region.slices]
-        values = values.T if shard.transposed else values
+        values = values.swapaxes(-2, -1) if shard.transposed else values
         arrays[shard.param][shard.box.slices] = values.reshape(shard.box.shape)
     return arrays
 
@@ -298,7 +321,7 @@ def placed(
         params[name] = torch.full(info.shape, padding, dtype=getattr(torch, info.dtype), device=device)
     for shard in shard_map.shards:
         values = tensors[shard.name][shard.region.slices]
-        params[shard.param][shard.box.slices] = (values.T if shard.transposed else values).reshape(shard.box.shape)
+        params[shard.param][shard.box.slices] = (values.mT if shard.transposed else values).reshape(shard.box.shape)
     return params
 
 

@@ -27,6 +27,7 @@ from tests.weights.models import (
     glm4_moe_config,
     glm4_moe_lite_config,
     gpt2_config,
+    gpt_oss_config,
     llama_config,
     qwen2_moe_config,
     qwen3_5_config,
@@ -43,6 +44,7 @@ CONFIGS["qwen3_next"] = qwen3_next_config()
 CONFIGS["deepseek_v2"] = deepseek_v2_config()
 CONFIGS["deepseek_v3"] = deepseek_v3_config()
 CONFIGS["gemma3"] = gemma3_config()
+CONFIGS["gpt_oss"] = gpt_oss_config()
 CONFIGS["llama-biased"] = llama_config(attention_bias=True, mlp_bias=True)
 CONFIGS["gpt2-untied"] = gpt2_config(tie_word_embeddings=False, n_inner=36)
 WITHOUT = {"qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "glm4_moe", "glm4_moe_lite"}
