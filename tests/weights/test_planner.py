@@ -14,7 +14,7 @@ from megarl.models import model_spec
 from megarl.types import Layout
 from megarl.weights.plan import ReceiverPlan, TransferPlan
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import Box, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Shard, ShardMap, TensorInfo, transpose
 from tests.unit_profile import fewer
 from tests.weights.models import execute, held, numbered, qwen2_config
 
@@ -38,15 +38,16 @@ def shard_maps(draw: st.DrawFn, regions: list[tuple[str, Box]]) -> ShardMap:
     """Stores each region in a parameter, maybe transposed and below leading axes, cut up and before padding."""
     params, shards, padding = {}, [], []
     for i, (name, region) in enumerate(regions):
-        transposed, extra = len(region.start) == 2 and draw(st.booleans()), draw(st.integers(0, 2))
+        transposed, extra = len(region.start) > 1 and draw(st.booleans()), draw(st.integers(0, 2))
         leading = (1,) * draw(st.integers(0, 2))
         for part in draw(tilings(region)):
             start = [a - b for a, b in zip(part.start, region.start, strict=True)]
             stop = [a - b for a, b in zip(part.stop, region.start, strict=True)]
-            step = -1 if transposed else 1
-            box = Box((*(0 for _ in leading), *start[::step]), (*leading, *stop[::step]))
+            if transposed:
+                start, stop = transpose(tuple(start)), transpose(tuple(stop))
+            box = Box((*(0 for _ in leading), *start), (*leading, *stop))
             shards.append(Shard(param=f"p{i}", box=box, name=name, region=part, transposed=transposed))
-        shape = (*leading, *(region.shape[::-1] if transposed else region.shape))
+        shape = (*leading, *(transpose(region.shape) if transposed else region.shape))
         params[f"p{i}"] = TensorInfo((shape[0] + extra, *shape[1:]), draw(st.sampled_from(["float32", "float16"])))
         if extra:
             box = Box((shape[0], *(0 for _ in shape[1:])), params[f"p{i}"].shape)
