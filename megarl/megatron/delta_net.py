@@ -8,7 +8,7 @@ and values of all positions. At a position with query q, key k, value v, decay g
     output = q state
 
 Parameters have the names and shapes of Megatron-core's GatedDeltaNet (0.19), which needs
-flash-linear-attention.
+flash-linear-attention. Here its kernel is used on GPUs where it is installed, in 16 bits; else torch.
 
 Shape legend: S positions of the pack; of a rectangle B sequences, H value heads, L positions, N chunks of
 C positions, K and V dims of a head's keys and values.
@@ -17,6 +17,10 @@ C positions, K and V dims of a head's keys and values.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -35,7 +39,9 @@ from megarl.megatron.attention import Arrangement, PackParams
 from megarl.models.dims import DELTA_CHUNK
 
 _EPSILON = 1e-6
-"""Added to the squared norm of queries and keys."""
+"""Added to the squared norm of queries and keys, here and in flash-linear-attention."""
+_LARGEST_HEAD = 256
+"""Elements of a head's key that its kernel takes (0.6)."""
 
 
 class DeltaNet(torch.nn.Module):
@@ -51,15 +57,18 @@ class DeltaNet(torch.nn.Module):
     Args:
         config: has the sizes in Megatron's fields ``linear_*``.
         pg_collection: the groups of the model's processes.
+        fused: whether kernels may be used that are not torch's.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
+        fused: bool = False,
         **_unused: Any,
     ) -> None:
         super().__init__()
+        self._fused = fused
         self._group = pg_collection.tp
         tp = pg_collection.tp.size()
         sizes: Any = config
@@ -113,8 +122,8 @@ class DeltaNet(torch.nn.Module):
         # Queries, keys and values of the last positions, [S, H, K or V].
         mixed = _convolved(mixed, self.conv1d.weight, packed_seq_params.positions)
         query, key, value = mixed.split(self._convolved, dim=-1)
-        query = self._of_value_heads(query)
-        key = self._of_value_heads(key)
+        query = query.unflatten(-1, (self._key_heads, self._key_dim))
+        key = key.unflatten(-1, (self._key_heads, self._key_dim))
         value = value.unflatten(-1, (self._value_heads, self._value_dim))
 
         # The state's decay and the strength of its corrections, [S, H].
@@ -122,23 +131,25 @@ class DeltaNet(torch.nn.Module):
         decay = -rate * F.softplus(step.float() + self.dt_bias)
         strength = strength.sigmoid()
 
-        output = _by_rectangle(
-            query,
-            key,
-            value,
-            decay,
-            strength,
-            packed_seq_params.arrangement,
-        )
+        if self._fused and kernel_takes(key):
+            output = by_kernel(query, key, value, decay, strength, packed_seq_params)
+        else:
+            output = _by_rectangle(
+                self._of_value_heads(query),
+                self._of_value_heads(key),
+                value,
+                decay,
+                strength,
+                packed_seq_params.arrangement,
+            )
         output = output.to(value.dtype)
         output = self._normalized(output, gate.view_as(value))
         result, _ = self.out_proj(output.flatten(1).unsqueeze(1))
         return result, None
 
     def _of_value_heads(self, x: Tensor) -> Tensor:
-        """[S, key heads * K] -> [S, H, K]; value heads that follow each other share a key head."""
-        heads = x.unflatten(-1, (self._key_heads, self._key_dim))
-        return heads.repeat_interleave(self._value_heads // self._key_heads, dim=1)
+        """[S, key heads, K] -> [S, H, K]; value heads that follow each other share a key head."""
+        return x.repeat_interleave(self._value_heads // self._key_heads, dim=1)
 
     def _normalized(self, x: Tensor, gate: Tensor) -> Tensor:
         """Returns each head's RMS norm times silu of the gate, [S, H, V].
@@ -190,6 +201,42 @@ def _convolved(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
         earlier = earlier * (positions >= back).unsqueeze(-1)
         total = total + earlier * weight[:, 0, width - 1 - back]
     return F.silu(total.to(x.dtype))
+
+
+def kernel_takes(key: Tensor) -> bool:
+    """Whether flash-linear-attention is installed and takes keys; its products of float32 are in TF32."""
+    if not key.is_cuda or key.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return key.shape[-1] <= _LARGEST_HEAD and _is_installed()
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("fla") is not None
+
+
+def by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    pack: PackParams,
+) -> Tensor:
+    """Returns the outputs [S, H, V] by flash-linear-attention's kernel for packed sequences.
+
+    Queries and keys, [S, key heads, K], are normalized there, and value heads share them.
+    """
+    modules: Any = import_module("fla.ops.gated_delta_rule")
+    rule: Callable[..., tuple[Tensor, None]] = modules.chunk_gated_delta_rule
+    one_batch = [x.unsqueeze(0) for x in (query, key, value, decay, strength.float())]
+    output, _ = rule(
+        *one_batch,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=pack.cu_seqlens_q,
+        cu_seqlens_cpu=torch.from_numpy(pack.shape.cu_seqlens),  # it would wait for the device
+    )
+    return output.squeeze(0)
 
 
 def _by_rectangle(

@@ -327,7 +327,7 @@ def build_model(
         layer_specs: list[ModuleSpec] = []
         for layer in spec.layers(layout, stage, chunk):
             if kind == "local":
-                layer_specs.append(_local_layer(config, spec, spec.table.layers[layer], norm))
+                layer_specs.append(_local_layer(config, spec, spec.table.layers[layer], norm, fused))
             else:
                 layer_specs.append(_transformer_engine_layer(config))
         model = PackedModel(
@@ -408,7 +408,13 @@ def _norm(config: TransformerConfig, kind: LayerKind, fused: bool) -> Any:
     return norm
 
 
-def _local_layer(config: TransformerConfig, spec: ModelSpec, kind: LayerSpec, norm: Any) -> ModuleSpec:
+def _local_layer(
+    config: TransformerConfig,
+    spec: ModelSpec,
+    kind: LayerSpec,
+    norm: Any,
+    fused: bool,
+) -> ModuleSpec:
     """Returns Megatron's local layer with this package's norms, attention, delta net and router."""
     layer: Any = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     if kind.is_mixture:
@@ -421,7 +427,7 @@ def _local_layer(config: TransformerConfig, spec: ModelSpec, kind: LayerSpec, no
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
     if kind.is_delta_net:
-        layer.submodules.self_attention = DeltaNet
+        layer.submodules.self_attention = ModuleSpec(DeltaNet, params={"fused": fused})
         return layer
     if spec.dims.mla is not None:
         layer.submodules.self_attention = ModuleSpec(LatentAttention, params={"dims": spec.dims, "norm": norm})

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.megatron.delta_net import _convolved, delta_rule
+from megarl.data.packing import PackShape
+from megarl.megatron.attention import PackParams, pack_arrays
+from megarl.megatron.delta_net import _by_rectangle, _convolved, by_kernel, delta_rule
+from megarl.megatron.staging import to_device
 from megarl.models.dims import DELTA_CHUNK as CHUNK
 
 
@@ -42,6 +50,48 @@ def test_the_rule_equals_the_definition(length: int) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.grad is not None
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("key_heads", [1, 3])
+def test_packs_go_to_the_kernel_as_it_is_documented(monkeypatch: pytest.MonkeyPatch, key_heads: int) -> None:
+    """In place of flash-linear-attention's kernel (0.6) is the definition, for sequences one after the other."""
+
+    def chunk_gated_delta_rule(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        use_qk_l2norm_in_kernel: bool,
+        cu_seqlens: torch.Tensor,
+        cu_seqlens_cpu: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        assert use_qk_l2norm_in_kernel
+        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+        shared = v.shape[2] // q.shape[2]
+        tensors = [q.repeat_interleave(shared, 2), k.repeat_interleave(shared, 2), v, g, beta]
+        outputs = []
+        for start, stop in pairwise(cu_seqlens.tolist()):
+            of_sequence = definition(*(x[:, start:stop].transpose(1, 2) for x in tensors))
+            outputs.append(of_sequence.transpose(1, 2))
+        return torch.cat(outputs, 1), None
+
+    module = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fla.ops", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
+    shape = PackShape(cu_seqlens=np.array([0, 5, 6, 70], np.int32), max_seqlen=64)
+    pack = PackParams.of(shape, to_device(pack_arrays(shape), torch.device("cpu")))
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(70, key_heads, 8, generator=generator) for _ in range(2))
+    value = torch.randn(70, 3, 10, generator=generator)
+    decay = -F.softplus(torch.randn(70, 3, generator=generator))
+    strength = torch.rand(70, 3, generator=generator)
+    found = by_kernel(query, key, value, decay, strength, pack)
+    query, key = (x.repeat_interleave(3 // key_heads, 1) for x in (query, key))
+    wanted = _by_rectangle(query, key, value, decay, strength, pack.arrangement)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_the_convolution_does_not_see_other_sequences() -> None:

@@ -16,8 +16,9 @@ from tests.megatron.test_parity import differences, expectations, infer
 from tests.pool import RankPool
 
 MODELS = {name: {**FAMILIES, **MIXTURES}[name] for name in ("qwen3_5", "qwen2_moe", "qwen3_next", "qwen3_5_moe")}
-MODELS |= {"glm4_moe": MIXTURES["glm4_moe"], "gpt2": FAMILIES["gpt2"], "gemma3": FAMILIES["gemma3"]}
+MODELS |= {"glm4_moe": MIXTURES["glm4_moe"], **{name: FAMILIES[name] for name in ("gpt2", "gemma3", "mistral", "phi3")}}
 MODELS |= {name: MIXTURES[name] for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss")}
+PHI3_ROPE = FAMILIES["phi3"].fields["rope_parameters"]
 HYBRIDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 DELTA, FULL, WINDOW = "linear_attention", "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -26,6 +27,12 @@ LONG_YARN = {**YARN, "original_max_position_embeddings": 32}
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"sliding_window": 3}),
+    ("mistral", {"llama_4_scaling": {"beta": 0.1}}),
+    ("mistral", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 500.0}}),
+    ("mistral", {"sliding_window": 0}),
+    ("phi3", {"embd_pdrop": 0.1}),
+    ("phi3", {"rope_parameters": {**PHI3_ROPE, "long_factor": [2.0]}}),
+    ("phi3", {"rope_parameters": YARN}),
     ("gpt_oss", {"attention_bias": False}),
     ("gpt_oss", {"layer_types": [FULL] * 5}),
     ("gpt_oss", {"layer_types": [FULL, WINDOW, FULL, WINDOW, FULL]}),
@@ -160,6 +167,12 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"first_k_dense_replace": 0}),
     ("deepseek_v2", {"routed_scaling_factor": 1.0}),
     ("deepseek_v3", {"n_group": 3, "topk_group": 1, "num_experts_per_tok": 2}),
+    ("mistral", {"rope_parameters": LONG_YARN}),
+    ("mistral", {"sliding_window": 1}),
+    ("mistral", {"sliding_window": None}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+    ("phi3", {"sliding_window": None}),
+    ("phi3", {"tie_word_embeddings": True}),
     ("gpt_oss", {"head_dim": 8}),
     ("gpt_oss", {"layer_types": None}),
     ("gpt_oss", {"num_experts_per_tok": 2}),
@@ -201,7 +214,7 @@ def test_an_edited_config_is_refused_by_field(name: str, edit: dict[str, Any]) -
     with pytest.raises(ValueError, match="is not supported:") as caught:
         model_spec({**config, **edit})
     told = str(caught.value)
-    assert any(field in told for field in (*edit, "rope_type", "max_position_embeddings", "float16"))
+    assert any(field in told for field in (*edit, "rope_type", "long_factor", "max_position_embeddings", "float16"))
 
 
 @pytest.mark.dist
