@@ -40,7 +40,8 @@ class Arrangement(Places):
 
     Args:
         rectangles: (sequences, length) of each; together they have P places of S positions.
-        masks: what layers add to their logits, by length and kind; layers share them, and kernels keep them.
+        masks: see ``PackedAttention``; by length, positions before its own that a query sees, and whether there are
+            sinks. The layers of a kind share one, because kernels keep it until the backward pass.
     """
 
     rectangles: tuple[tuple[int, int], ...]
@@ -151,9 +152,10 @@ class PackedAttention(torch.nn.Module):
             sinks = torch.empty(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
             self.softmax_offset = torch.nn.Parameter(sinks)
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-        self.scale = softmax_scale
-        if softmax_scale is None:
-            self.scale = config.kv_channels**-0.5
+        scale = softmax_scale
+        if scale is None:
+            scale = config.kv_channels**-0.5
+        self.scale = scale
         self.earlier = -1  # positions before its own that a query sees; -1: all
         if window is not None:
             self.earlier = window - 1
@@ -203,6 +205,11 @@ class PackedAttention(torch.nn.Module):
     def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, arrangement: Arrangement) -> Tensor:
         """Causal attention does not see padding at the ends; the outputs of padding are not read."""
         gqa = query.shape[1] != key.shape[1]
+        if self.softmax_offset is not None and query.is_cuda:
+            # Of torch's kernels with a mask, the one that keeps no products of all positions takes no groups.
+            key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            gqa = False
         sizes = [sequences * length for sequences, length in arrangement.rectangles]
         split: list[Sequence[Tensor]] = []
         for x in (query, key, value):
@@ -228,21 +235,29 @@ class PackedAttention(torch.nn.Module):
     def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Adds a key that all positions see, whose product with a query is its head's sink, and whose value is 0.
 
-        Tensors are [sequences, heads, length, D], and D + 1 after it. A sink belongs to a query's head,
-        and many of these share a key: so the queries have the sinks as their last element, and the
-        key has 1 there.
+        Tensors are [sequences, heads, length, D], and wider after it: by 1, on a GPU to a size that
+        kernels take. A sink belongs to a query's head, and many of these share a key: so the queries
+        have the sinks as element D, and the key has the inverse scale there.
         """
-        sequences, heads, length, _ = q.shape
-        sinks = (self.softmax_offset / self.scale).to(q.dtype)
-        q = torch.cat((q, sinks[:, None, None].expand(sequences, heads, length, 1)), dim=-1)
-        k = F.pad(k, (0, 1, 0, 1))
-        k[..., -1, -1] = 1
-        return q, k, F.pad(v, (0, 1, 0, 1))
+        width = q.shape[-1]
+        wider = 1
+        if q.is_cuda:
+            wider = HEAD_STEP - width % HEAD_STEP
+        q = F.pad(q, (0, wider))
+        q[..., width] = self.softmax_offset[:, None]
+        k = F.pad(k, (0, wider, 0, 1))
+        k[..., -1, width] = 1 / self.scale
+        return q, k, F.pad(v, (0, wider, 0, 1))
 
     def _mask(self, length: int, query: Tensor, arrangement: Arrangement) -> Tensor | None:
         """Returns 0 where a position of a rectangle sees another, else -inf; None where it sees all before it.
 
         [length, length], and a column of 0 for the sinks.
+
+        Args:
+            length: of the rectangle's rows.
+            query: has the dtype and the device.
+            arrangement: keeps masks for the layers that follow.
         """
         sinks = self.softmax_offset is not None
         earlier = length

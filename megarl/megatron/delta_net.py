@@ -225,7 +225,14 @@ def by_kernel(
 ) -> Tensor:
     """Returns the outputs [S, H, V] by flash-linear-attention's kernel for packed sequences.
 
-    Queries and keys, [S, key heads, K], are normalized there, and value heads share them.
+    Queries and keys are normalized there, and value heads share them.
+
+    Args:
+        query, key: [S, key heads, K].
+        value: [S, H, V].
+        decay: [S, H] in float32, at most 0.
+        strength: [S, H], within 0 and 1.
+        pack: has the ends of the sequences.
     """
     modules: Any = import_module("fla.ops.gated_delta_rule")
     rule: Callable[..., tuple[Tensor, None]] = modules.chunk_gated_delta_rule

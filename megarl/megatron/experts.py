@@ -124,8 +124,8 @@ class GroupedExperts(torch.nn.Module):
         counts = tokens_per_expert.cpu()
         ends = to_device({"ends": counts.cumsum(0).to(torch.int32).numpy()}, tokens.device)["ends"]
         both = self.linear_fc1(tokens, counts, ends)
-        if self._config.add_bias_linear:
-            return self._with_biases(both, counts, ends, weights), None
+        if self._config.activation_func_clamp_value is not None:
+            return self._clamped(both, counts, ends, weights), None
         if self._config.bias_activation_fusion:
             activated = weighted_bias_swiglu_impl(both, None, weights.unsqueeze(-1))
         else:
@@ -134,7 +134,7 @@ class GroupedExperts(torch.nn.Module):
             activated = activated.to(both.dtype)
         return self.linear_fc2(activated, counts, ends), None
 
-    def _with_biases(self, both: Tensor, counts: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    def _clamped(self, both: Tensor, counts: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
         """Returns the outputs of gpt-oss' experts: act(gate) (1 + up), both clamped, and biases.
 
         Args:
@@ -147,7 +147,8 @@ class GroupedExperts(torch.nn.Module):
         config = self._config
         experts = torch.arange(len(counts)).repeat_interleave(counts)
         expert = to_device({"expert": experts.numpy()}, both.device)["expert"]  # of each token
-        both = both + self.linear_fc1.bias[expert]
+        # Gradients of biases are sums over all tokens, which 16 bits would not add up.
+        both = (both + self.linear_fc1.bias.float()[expert]).to(both.dtype)
         limit = config.activation_func_clamp_value
         assert limit is not None
         gate = both[:, ::2].clamp(max=limit)
@@ -156,7 +157,7 @@ class GroupedExperts(torch.nn.Module):
         scale = weights.unsqueeze(-1)
         output = self.linear_fc2((activated * scale).to(both.dtype), counts, ends)
         # The TP ranks' outputs are added up; the first one's have the bias, whose gradient all get.
-        bias = copy_to_tensor_model_parallel_region(self.linear_fc2.bias, self._tp)
+        bias = copy_to_tensor_model_parallel_region(self.linear_fc2.bias, self._tp).float()
         if self._tp.rank() > 0:
             bias = bias * 0
         return output + (bias[expert] * scale).to(output.dtype)

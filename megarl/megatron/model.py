@@ -115,7 +115,7 @@ _NORMS: Mapping[str, Any] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "clamped_silu": quick_gelu,
+    "clamped_swiglu": quick_gelu,  # of its gates
 }
 
 

@@ -356,6 +356,8 @@ class ModelSpec:
         problems = self._tp_problems(tp, {"padded vocabulary rows": rows})
         if 0 < self.dims.experts < tp:
             problems.append(f"tp {tp} exceeds the {self.dims.experts} experts")
+        if "softmax_type" in self.table.megatron and tp > self.dims.kv_heads:
+            problems.append(f"tp {tp} exceeds the {self.dims.kv_heads} KV heads, which vLLM's gpt-oss does not copy")
         _refuse("vLLM cannot hold the model", problems)
 
     def _tp_problems(self, tp: int, sizes: Mapping[str, int]) -> list[str]:

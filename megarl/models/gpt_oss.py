@@ -14,6 +14,7 @@ from megarl.models.param_types import HeadVector, ParamType, Replicated, RowPara
 
 _SWIGLU_GAIN = 1.702
 _SWIGLU_LIMIT = 7.0
+_NORM_EPSILON = 1e-5
 _ATTENTION: tuple[ParamType, ...] = (
     replace(QKV, vllm="attn.qkv_proj", bias=True),
     HeadVector(Names("self_attn.sinks", "self_attention.core_attention.softmax_offset", "attn.sinks")),
@@ -38,6 +39,7 @@ def _gpt_oss(read: HFConfigReader) -> ParamTable:
     """
     read.require("attention_bias", True, only="True, which vLLM's gpt-oss assumes")
     read.require("tie_word_embeddings", False, only="False: vLLM's gpt-oss has an output layer")
+    read.require("rms_norm_eps", _NORM_EPSILON, only=f"{_NORM_EPSILON}, which vLLM assumes")
     read.require("swiglu_alpha", _SWIGLU_GAIN, only=f"{_SWIGLU_GAIN}, which vLLM assumes")
     read.require("swiglu_limit", _SWIGLU_LIMIT, only=f"{_SWIGLU_LIMIT}, which vLLM assumes")
     with_window = layers_of_type(read, "sliding_attention", interval="sliding_window_pattern", default=2)
@@ -94,10 +96,10 @@ GPT_OSS = Family(
         "num_experts_per_tok": 4,
         "head_dim": 64,
         "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": _NORM_EPSILON,
         "sliding_window": 128,
     },
-    activation="clamped_silu",
+    activation="clamped_swiglu",
     rope_types=("yarn",),
     layer_types=("full_attention", "sliding_attention"),
 )

@@ -13,12 +13,12 @@ from megarl.models.param_stacks import Names
 from megarl.models.param_types import DeltaNetParams, ParamType, Replicated, VocabRows
 from megarl.weights.shard_map import ITEM_BYTES
 
-Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 HF_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu",),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh"),
-    "clamped_silu": ("silu",),
+    "clamped_swiglu": ("silu",),
 }
 """Values of HF's ``hidden_act``."""
 

@@ -148,6 +148,8 @@ def _refuse_other_fields(read: HFConfigReader, kind: str, stated: Mapping[str, A
     """Adds problems for fields that one of the engines would take for something, or ignore."""
     for name, value in stated.items():
         known = (*_EVERY_TYPE, *_FIELDS[kind], *read.family.unused_rope)
+        if name == "truncate" and value is None:
+            read.problem("truncate", None, "is neither true nor false")
         if name not in known and value is not None:
             read.problem(f"rope_parameters.{name}", value, f"is not supported with rope_type {kind}")
 

@@ -24,6 +24,8 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
 _CPU_LATENT = (512, 64)
 """Elements of latents and rotated ones of its latent attention on a CPU (0.32: ``cpu_mla.py``)."""
+_CPU_EXPERT_STEP = 32
+"""Step of the channels that its clamped experts on a CPU have (0.32: ``cpu_moe.py``); it pads others."""
 _CPU_DELTA_DIMS = (64, 128)
 """Elements of heads that its gated delta nets on a CPU take (0.32: ``chunk_gated_delta_rule_cpu``)."""
 _CPU_DELTA_WIDTH = 4
@@ -306,6 +308,25 @@ def _mixers(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
             rule = f"models with {what} are not quantised"
             yield Problem("rollout.quantization", rollout.quantization, rule, "set it to null")
     yield from _delta_kernels(config, spec)
+    yield from _stacked_experts(config, spec)
+
+
+def _stacked_experts(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    """Finds what engines do not support with gpt-oss' experts.
+
+    vLLM would start with random experts in one case, and say which kernels it lacks in the other.
+    """
+    rollout = config.engine_settings
+    if rollout is None or "softmax_type" not in spec.table.megatron:
+        return
+    if rollout.quantization is not None:
+        # Its loader copies into parameters that have no memory yet (0.32), and says nothing.
+        rule = f"experts of {spec.family.model_type} are not quantised"
+        yield Problem("rollout.quantization", rollout.quantization, rule, "set it to null")
+    channels = spec.dims.expert_ffn // rollout.tp
+    if config.cluster.device == "cpu" and channels % _CPU_EXPERT_STEP:
+        rule = f"vLLM on a CPU takes multiples of {_CPU_EXPERT_STEP} channels of an expert, and a rank has {channels}"
+        yield Problem("rollout.tp", str(rollout.tp), rule, "choose another number, or device cuda")
 
 
 def _delta_kernels(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:

@@ -224,7 +224,7 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
         experts = 5 * ffn  # with the product of the router's weight
         if model.table.megatron["add_bias_linear"]:
             # Sums, what is clamped, a sigmoid and three products; rows of output biases, and their numbers.
-            experts = 8 * ffn + chosen * (dims.hidden * item + 8)
+            experts = 8 * ffn + chosen * (4 * dims.hidden + 8)
         elif spec.fused:
             experts = 3 * ffn
         router = 16 * dims.experts
@@ -265,7 +265,10 @@ def _attention(spec: RoleSpec, model: ModelSpec, device: str) -> float:
         attention = one + kv / 2 + qkv + one + 4 * dims.heads / tp  # queries and keys are rotated copies
     else:
         attention = 3 * one + kv + 4 * dims.heads / tp  # in rectangles
-    if sinks:
+    if sinks and device == "cuda":
+        # A key and a value for each head of queries, all of them wider.
+        attention = 5 * dims.heads * (dims.head_dim + 8) * item / tp + 4 * dims.heads / tp
+    elif sinks:
         attention += 2 * (dims.heads + dims.kv_heads) * item / tp  # heads are wider by one
     if model.table.megatron.get("qk_layernorm"):
         heads = (dims.heads + dims.kv_heads) / tp

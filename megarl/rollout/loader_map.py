@@ -81,7 +81,11 @@ def first_difference(config: Mapping[str, Any], tp: int) -> str | None:
             )
             mapped.add(copy)
         mapped = _merged(mapped)
-        copied = _merged(_copied_boxes(hf_config, spec.canonical(), tp, rank))
+        found, zeroed = _copied_boxes(hf_config, spec.canonical(), tp, rank)
+        copied = _merged(found)
+        empty = shard_map.params.keys() - {shard.param for shard in shard_map.shards}
+        if zeroed != empty:
+            return f"rank {rank} of TP {tp}: the map and vLLM's loader differ in zeros: {sorted(zeroed ^ empty)}"
         for whose, boxes in (("vLLM's loader", copied - mapped), ("the map", mapped - copied)):
             if boxes:
                 count = f"differences: {len(copied ^ mapped)}"
@@ -108,8 +112,13 @@ def _copied_boxes(
     tensors: Mapping[str, TensorInfo],
     tp: int,
     rank: int,
-) -> set[Copied]:
-    """What a rank's loader copies, in boxes without axes of extent 1 that views add or remove."""
+) -> tuple[set[Copied], set[str]]:
+    """What a rank's loader copies, in boxes without axes of extent 1 that views add or remove.
+
+    Returns:
+        The copies, and the parameters that it sets to zero instead, as of biases that
+        another rank adds.
+    """
     from vllm.distributed.weight_transfer.sharded_rdt_fake import BakeSink, FakeRDTTensor
 
     with _model(config, tp, rank) as model:
@@ -125,8 +134,9 @@ def _copied_boxes(
             dtype = getattr(torch, info.dtype)
             shape = torch.Size(info.shape)
             fakes.append((name, make(name, shape, dtype, torch.device("meta"), sink=sink)))
-        with _copies_noted(sink, owners):
+        with _copies_noted(sink, owners) as empty:
             model.load_weights(iter(fakes))
+        zeroed = {f"{names[id(module)]}.{name}" for module, name in empty}
         found: set[Copied] = set()
         for module, copies in sink.copies_by_layer.items():
             for copy in copies:
@@ -152,11 +162,11 @@ def _copied_boxes(
                         transposed=transposed,
                     )
                 )
-        return found
+        return found, zeroed
 
 
 @contextmanager
-def _copies_noted(sink: Any, owners: Mapping[int, tuple[Any, str]]) -> Iterator[None]:
+def _copies_noted(sink: Any, owners: Mapping[int, tuple[Any, str]]) -> Iterator[list[tuple[Any, str]]]:
     """Has tensors without memory note every copy, also into parameters that have no loader of their own.
 
     The loader of delta nets assigns a view of a tensor; that of gpt-oss sets a bias to zero on all TP
@@ -164,10 +174,13 @@ def _copies_noted(sink: Any, owners: Mapping[int, tuple[Any, str]]) -> Iterator[
 
     Args:
         owners: module and name of each parameter, the first of those that share it, by its storage.
+
+    Yields the parameters that get zeros in place of a tensor.
     """
     from vllm.distributed.weight_transfer.sharded_rdt_common import SUPPORTED_OPS
     from vllm.distributed.weight_transfer.sharded_rdt_fake import FakeRDTTensor
 
+    empty: list[tuple[Any, str]] = []
     noted: Any = FakeRDTTensor.__torch_function__
 
     def function(_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,9 +191,11 @@ def _copies_noted(sink: Any, owners: Mapping[int, tuple[Any, str]]) -> Iterator[
             args[0].is_zero = True
             return args[0]
         if func is torch.Tensor.copy_:
+            owner = owners[args[0].untyped_storage()._cdata]
             if hasattr(args[1], "is_zero"):
+                empty.append(owner)
                 return args[0]
-            sink.current = owners[args[0].untyped_storage()._cdata]
+            sink.current = owner
         return noted(func, types, args, kwargs)
 
     views: Any = {torch.Tensor.view_as: "view_as"}
@@ -188,7 +203,7 @@ def _copies_noted(sink: Any, owners: Mapping[int, tuple[Any, str]]) -> Iterator[
         mock.patch.dict(SUPPORTED_OPS, views),
         mock.patch.object(FakeRDTTensor, "__torch_function__", classmethod(function)),
     ):
-        yield
+        yield empty
 
 
 def _viewed(tensor: torch.Tensor, chain: Any) -> torch.Tensor:

@@ -140,27 +140,34 @@ class RouteRecorder:
         return result
 
     def _record(self, counts: dict[str, int]) -> None:
+        """Adds a step's experts to the routes of its requests.
+
+        Args:
+            counts: number of positions that the step has computed, by request.
+        """
         batch = self._runner.input_batch
         chosen = np.stack([self._step[index] for index in range(len(self._index))], axis=1)
         cache = self._prefix_cache(chosen.shape[1:])
-        new: list[tuple[int, str]] = []
+        starting: list[tuple[int, str, int]] = []
         start = 0
         for index, name in enumerate(batch.req_ids):
             stop = start + counts[name]
             first = int(batch.num_computed_tokens_cpu[index])
             part = chosen[start:stop].copy()
-            if name not in self._routes:
-                self._routes[name] = []
-                new.append((index, name))
-            self._routes[name].append((first, part))
+            parts = self._routes.setdefault(name, [])
+            known = parts[-1][0] + len(parts[-1][1]) if parts else 0
+            # A new request, or one that is computed again, maybe behind a prefix that another request has computed.
+            if not parts or first != known:
+                starting.append((index, name, len(parts)))
+            parts.append((first, part))
             if cache is not None:
                 cache.write(index, first, part)
             start = stop
         if cache is None:
             return
-        for index, name in new:  # whose prefixes others may have computed in this step
-            first, _ = self._routes[name][0]
-            self._routes[name].insert(0, (0, cache.read(index, first)))
+        for index, name, place in starting:  # whose prefixes others may have computed in this step
+            first, _ = self._routes[name][place]
+            self._routes[name].insert(place, (0, cache.read(index, first)))
 
     def _prefix_cache(self, shape: tuple[int, ...]) -> _CachedRoutes | None:
         """Returns the experts of cached positions, of this shape each; None where no cache keeps all positions.

@@ -72,6 +72,9 @@ class EngineWeights:
             if module in latent:
                 absorb = latent[module].process_weights_after_loading
                 layer.afterwards = partial(absorb, model_config.dtype)
+            elif "sinks" in layer.infos:  # of which some kernels have a copy in float32
+                attention: Any = module
+                layer.afterwards = partial(attention.attn.process_weights_after_loading, model_config.dtype)
             self._layers.append(layer)
             for attribute, info in layer.infos.items():
                 parameter = getattr(module, attribute)

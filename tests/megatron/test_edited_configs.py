@@ -41,6 +41,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     ("gpt_oss", {"rope_parameters": {**OSS_YARN, "attention_factor": 1.5}}),
     ("gpt_oss", {"rope_parameters": {**OSS_YARN, "beta_fast": None}}),
+    ("gpt_oss", {"rms_norm_eps": 1e-6}),
+    ("gpt_oss", {"rope_parameters": {**OSS_YARN, "truncate": None}}),
     ("gpt_oss", {"sliding_window": None}),
     ("gpt_oss", {"swiglu_alpha": 1.0}),
     ("gpt_oss", {"swiglu_limit": 5.0}),
@@ -214,7 +216,9 @@ def test_an_edited_config_is_refused_by_field(name: str, edit: dict[str, Any]) -
     with pytest.raises(ValueError, match="is not supported:") as caught:
         model_spec({**config, **edit})
     told = str(caught.value)
-    assert any(field in told for field in (*edit, "rope_type", "long_factor", "max_position_embeddings", "float16"))
+    assert any(
+        field in told for field in (*edit, "rope_type", "long_factor", "truncate", "max_position_embeddings", "float16")
+    )
 
 
 @pytest.mark.dist

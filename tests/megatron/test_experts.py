@@ -101,6 +101,49 @@ def clamped_differences(rank: int) -> dict[str, float]:
     return {name: float(difference.detach().abs().max()) for name, difference in found.items()}
 
 
+def bias_gradients(rank: int, tokens: int) -> dict[str, tuple[float, float]]:
+    """Of an expert's biases in bfloat16, with all tokens alike: what the first token alone gives, and all of them."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megarl.megatron.experts import GroupedExperts, quick_gelu
+    from megarl.megatron.parallel import GroupCache, build_groups
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=1,
+        num_moe_experts=2,
+        moe_ffn_hidden_size=16,
+        gated_linear_unit=True,
+        activation_func=quick_gelu,
+        activation_func_clamp_value=7.0,
+        glu_linear_offset=1.0,
+        add_bias_linear=True,
+        params_dtype=torch.bfloat16,
+        perform_initialization=False,
+    )
+    experts = GroupedExperts(2, config, build_groups(Layout(), 0, GroupCache()))
+    for parameter in experts.parameters():
+        torch.nn.init.constant_(parameter, 0.125)
+    found: dict[str, list[float]] = {"fc1": [], "fc2": []}
+    for count in (1, tokens):
+        experts.zero_grad()
+        inputs = torch.ones(count, 16, dtype=torch.bfloat16)
+        output, _ = experts(inputs, torch.tensor([count, 0]), torch.ones(count))
+        output.sum().backward()
+        for name, linear in (("fc1", experts.linear_fc1), ("fc2", experts.linear_fc2)):
+            found[name].append(float(linear.bias.grad[0, 0]))
+    return {name: (one, every) for name, (one, every) in found.items()}
+
+
+@pytest.mark.dist
+def test_gradients_of_biases_in_bfloat16_are_sums_over_all_tokens(pool: RankPool) -> None:
+    """Beyond 256 equal parts, a sum in bfloat16 stands still."""
+    (found,) = pool.run(bias_gradients, 2048, world_size=1)
+    for one, every in found.values():
+        assert every == pytest.approx(2048 * one, rel=0.01)
+
+
 @pytest.mark.dist
 def test_clamped_experts_with_biases_are_those_of_transformers(pool: RankPool) -> None:
     (found,) = pool.run(clamped_differences, world_size=1)

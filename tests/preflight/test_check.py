@@ -21,7 +21,7 @@ from megarl.run.directory import write_random_model
 from tests.config.debug import MIXTURE
 from tests.data.rows import chatml_tokenizer, jsonl
 from tests.megatron.tiny import save_model
-from tests.weights.models import deepseek_v3_config, qwen3_5_whole_config
+from tests.weights.models import deepseek_v3_config, gpt_oss_config, qwen3_5_whole_config
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 MODEL = "model.random.config"
@@ -110,6 +110,7 @@ DELTA_NETS = [
     *(f"{MODEL}.model_type=qwen3_5_text", f"{MODEL}.architectures=[Qwen3_5ForCausalLM]", f"{MODEL}.dtype=bfloat16"),
     *(f"{MODEL}.head_dim=32", f"{MODEL}.linear_key_head_dim=32", f"{MODEL}.linear_value_head_dim=64"),
 ]
+OSS = [f"{MODEL}={json.dumps(gpt_oss_config())}"]
 LATENT = [f"{MODEL}={json.dumps(deepseek_v3_config())}"]
 
 
@@ -146,6 +147,7 @@ LATENT = [f"{MODEL}={json.dumps(deepseek_v3_config())}"]
         ([*DELTA_NETS, "rollout.speculative=2"], "rollout.speculative", "not supported for models with gated"),
         (LATENT, "cluster.device", "takes kv_lora_rank, qk_rope_head_dim of (512, 64); these are (12, 4)"),
         ([*LATENT, "rollout.speculative=2"], "rollout.speculative", "not supported for models with latent attention"),
+        (OSS, "rollout.tp", "takes multiples of 32 channels of an expert, and a rank has 12"),
         ([f"{MODEL}.model_type=opt"], "model.random.config", "opt"),
         ([LONGROPE], "rollout.max_model_len", "65 positions, for which longrope takes other factors than for 64"),
         (

@@ -239,6 +239,7 @@ gpt_oss_config = _config(
     {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
+        "rms_norm_eps": 1e-5,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
