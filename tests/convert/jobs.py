@@ -91,13 +91,13 @@ def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any,
     return spec, model, _sharded(model, {})
 
 
-def _own_mixer(ours: Any, config: Any, spec: Any, kind: Any, norm: Any) -> Any:
+def _own_mixer(ours: Any, config: Any, spec: Any, kind: Any, norm: Any, fused: bool) -> Any:
     """The layer with Megatron's delta net or latent attention; norms have the keys of Transformer Engine."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    layer = ours(config, spec, kind, norm)
+    layer = ours(config, spec, kind, norm, fused)
     if kind.is_delta_net:
         linear: dict[str, Any] = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
         parts = GatedDeltaNetSubmodules(**linear, out_norm=norm)
