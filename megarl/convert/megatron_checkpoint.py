@@ -15,7 +15,6 @@ from megarl.convert.dcp import METADATA, DCPIndex, TensorChunk
 from megarl.convert.stored import ArchivedTensor, Shifted, Sources, Stored, shards_within
 from megarl.errors import UsageError
 from megarl.models import ModelSpec
-from megarl.models.expert_params import StackedExperts
 from megarl.run.checkpoints import MANIFEST, CheckpointManifest, Checkpoints
 from megarl.types import HEADS, HeadName, RoleName
 from megarl.weights.hf_files import CheckpointError, misfits
@@ -149,10 +148,9 @@ def _refuse(path: Path, *, role: str | None = None, step: int | None = None) -> 
 
 def require_megatron_format(spec: ModelSpec) -> None:
     """Raises UsageError where Megatron-LM's checkpoints have a model's weights in another order."""
-    for kind in spec.table.kinds:
-        if any(isinstance(param, StackedExperts) for param in kind.params):
-            problem = f"Megatron-LM's checkpoints of {spec.family.model_type} are not supported"
-            raise UsageError(f"{problem}: they have an expert's gates before its ups, the model's files in turn")
+    if spec.table.has_stacked_experts:
+        problem = f"Megatron-LM's checkpoints of {spec.family.model_type} are not supported"
+        raise UsageError(f"{problem}: they have an expert's gates before its ups, the model's files in turn")
 
 
 def open_checkpoint(

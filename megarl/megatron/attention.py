@@ -40,8 +40,8 @@ class Arrangement(Places):
 
     Args:
         rectangles: (sequences, length) of each; together they have P places of S positions.
-        masks: see ``PackedAttention``; by length, positions before its own that a query sees, and whether there are
-            sinks. The layers of a kind share one, because kernels keep it until the backward pass.
+        masks: those of ``PackedAttention``, by length, positions before its own that a query sees, and
+            whether there are sinks. Layers of a kind share one, as kernels keep it for the backward pass.
     """
 
     rectangles: tuple[tuple[int, int], ...]

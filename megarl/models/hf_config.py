@@ -81,6 +81,11 @@ class ParamTable:
         return tuple(dict.fromkeys(self.layers))
 
     @property
+    def has_stacked_experts(self) -> bool:
+        """Whether experts are those of gpt-oss: with biases, in tensors of all of them."""
+        return any(isinstance(param, StackedExperts) for kind in self.kinds for param in kind.params)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all layers have the same parameters, which Megatron's checkpoints stack then."""
         return len({kind.params for kind in self.kinds}) == 1

@@ -148,8 +148,8 @@ def _refuse_other_fields(read: HFConfigReader, kind: str, stated: Mapping[str, A
     """Adds problems for fields that one of the engines would take for something, or ignore."""
     for name, value in stated.items():
         known = (*_EVERY_TYPE, *_FIELDS[kind], *read.family.unused_rope)
-        if name == "truncate" and value is None:
-            read.problem("truncate", None, "is neither true nor false")
+        if name == "truncate" and not isinstance(value, bool):
+            read.problem("truncate", value, "is neither true nor false")
         if name not in known and value is not None:
             read.problem(f"rope_parameters.{name}", value, f"is not supported with rope_type {kind}")
 
@@ -194,8 +194,6 @@ def _check_type(read: HFConfigReader, kind: str, parameters: Mapping[str, Any], 
     for name in _OPTIONAL:
         if name in parameters:
             read.as_number(name, parameters[name])
-    if not isinstance(parameters.get("truncate", True), bool):
-        read.problem("truncate", parameters["truncate"], "is neither true nor false")
     if positions > original * factor:
         rule = f"exceeds {_ORIGINAL} x factor, {original} x {factor:g}, beyond which vLLM has no rotations"
         read.problem("max_position_embeddings", positions, rule)

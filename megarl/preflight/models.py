@@ -312,12 +312,9 @@ def _mixers(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
 
 
 def _stacked_experts(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
-    """Finds what engines do not support with gpt-oss' experts.
-
-    vLLM would start with random experts in one case, and say which kernels it lacks in the other.
-    """
+    """Finds what engines do not support with gpt-oss' experts; some would start with random ones."""
     rollout = config.engine_settings
-    if rollout is None or "softmax_type" not in spec.table.megatron:
+    if rollout is None or not spec.table.has_stacked_experts:
         return
     if rollout.quantization is not None:
         # Its loader copies into parameters that have no memory yet (0.32), and says nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -50,30 +51,37 @@ def test_outputs_and_gradients_are_those_of_megatron(
     assert max(found.values()) < 1e-5, found
 
 
-def clamped_differences(rank: int) -> dict[str, float]:
-    """Of gpt-oss' experts against those of transformers, with inputs so large that many products are clamped."""
+def clamped_experts(experts: int, channels: int, dtype: torch.dtype) -> Any:
+    """gpt-oss' experts, of hidden size 16, unset."""
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
     from megarl.megatron.experts import GroupedExperts, quick_gelu
     from megarl.megatron.parallel import GroupCache, build_groups
 
-    torch.manual_seed(0)
-    theirs = GptOssExperts(GptOssConfig(hidden_size=16, intermediate_size=12, num_local_experts=len(FEW)))
     config = TransformerConfig(
         num_layers=1,
         hidden_size=16,
         num_attention_heads=1,
-        num_moe_experts=len(FEW),
-        moe_ffn_hidden_size=12,
+        num_moe_experts=experts,
+        moe_ffn_hidden_size=channels,
         gated_linear_unit=True,
         activation_func=quick_gelu,
         activation_func_clamp_value=7.0,
         glu_linear_offset=1.0,
         add_bias_linear=True,
+        params_dtype=dtype,
         perform_initialization=False,
     )
-    ours = GroupedExperts(len(FEW), config, build_groups(Layout(), 0, GroupCache()))
+    return GroupedExperts(experts, config, build_groups(Layout(), 0, GroupCache()))
+
+
+def clamped_differences(rank: int) -> dict[str, float]:
+    """Of gpt-oss' experts against those of transformers, with inputs so large that many products are clamped."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+
+    torch.manual_seed(0)
+    theirs = GptOssExperts(GptOssConfig(hidden_size=16, intermediate_size=12, num_local_experts=len(FEW)))
+    ours = clamped_experts(len(FEW), 12, torch.float32)
     pairs = {
         "gate_up_proj": ours.linear_fc1.weight,
         "gate_up_proj_bias": ours.linear_fc1.bias,
@@ -103,26 +111,7 @@ def clamped_differences(rank: int) -> dict[str, float]:
 
 def bias_gradients(rank: int, tokens: int) -> dict[str, tuple[float, float]]:
     """Of an expert's biases in bfloat16, with all tokens alike: what the first token alone gives, and all of them."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megarl.megatron.experts import GroupedExperts, quick_gelu
-    from megarl.megatron.parallel import GroupCache, build_groups
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=1,
-        num_moe_experts=2,
-        moe_ffn_hidden_size=16,
-        gated_linear_unit=True,
-        activation_func=quick_gelu,
-        activation_func_clamp_value=7.0,
-        glu_linear_offset=1.0,
-        add_bias_linear=True,
-        params_dtype=torch.bfloat16,
-        perform_initialization=False,
-    )
-    experts = GroupedExperts(2, config, build_groups(Layout(), 0, GroupCache()))
+    experts = clamped_experts(2, 16, torch.bfloat16)
     for parameter in experts.parameters():
         torch.nn.init.constant_(parameter, 0.125)
     found: dict[str, list[float]] = {"fc1": [], "fc2": []}
