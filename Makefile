@@ -52,7 +52,7 @@ help:
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
 	@echo 'agents  install an agent framework into .venv-agents, on top of $(VENV): a test lets it talk to the gateway'
 	@echo 'bridge install Megatron-Bridge into .venv-bridge, on top of $(VENV): `make matrix` compares names and values with it'
-	@echo 'trl    install TRL into .venv-trl, on top of $(VENV): a test compares losses of preferences with it'
+	@echo 'trl    install TRL and PEFT into .venv-trl, on top of $(VENV): tests compare losses of preferences and adapters with them'
 	@echo 'verifiers  install the package verifiers into .venv-verifiers: a test lets the model play its environments'
 	@echo 'openenv  install the package OpenEnv into .venv-openenv: a test plays environments of its server'
 	@echo 'mermaid  install the parser of diagrams into $(MERMAID)/node_modules, for the tests'

@@ -19,7 +19,8 @@ from statistics import median
 
 from megarl.config.schema import Rollout
 from megarl.rollout.drafts import DraftCounts
-from megarl.rollout.engine import EngineOptions, RolloutEngine
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine_options import EngineOptions
 from megarl.types import Prompt, SampleRequest, WorkItem
 
 DRAFTS = 4

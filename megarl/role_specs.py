@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from megarl.config import RunConfig, TrainingConfig
 from megarl.config.rules.model_rules import ids_in_use
-from megarl.config.schema import LayerChoice, Optimizer
+from megarl.config.schema import LayerChoice, LoRA, Optimizer
 from megarl.config.schema.cluster_sections import Recompute
 from megarl.config.schema.loss_specs import LossSpec, NewHead, PolicySpec
+from megarl.models.lora import Adapters
 from megarl.types import Layout, RoleName
 
 
@@ -20,6 +21,8 @@ class TrainingSpec:
         total_steps: optimizer steps of the run.
         steps_together: optimizer steps of one step of the run.
         ema_decay: decay of the average of the weights; None without one.
+        lora: adapters, which are trained in place of the weights.
+        shares_base: whether the weights below the adapters are the actor's, in memory once.
     """
 
     optimizer: Optimizer
@@ -27,6 +30,8 @@ class TrainingSpec:
     steps_together: int
     ema_decay: float | None
     loss: LossSpec
+    lora: LoRA | None = None
+    shares_base: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,7 @@ class RoleSpec:
         longest: most positions of a sequence in the run.
         training: settings of the training; None for inference only.
         replays_routes: whether tokens go to the experts that engines have chosen.
+        is_base: whether the role is the actor without its adapters, and has no model of its own.
         reference_weight: weight of the actor in a soft update of this role; None
             without soft updates.
     """
@@ -58,6 +64,7 @@ class RoleSpec:
     training: TrainingSpec | None
     reference_weight: float | None
     replays_routes: bool = False
+    is_base: bool = False
 
     @property
     def is_frozen(self) -> bool:
@@ -94,6 +101,12 @@ def uses_fused_kernels(config: RunConfig) -> bool:
     return config.cluster.device == "cuda" and config.model.kernels == "auto"
 
 
+def adapters_of(lora: LoRA) -> Adapters:
+    """Returns the adapters of a configuration."""
+    targets = None if lora.targets == "all-linear" else lora.targets
+    return Adapters(rank=lora.rank, scale=lora.scale, targets=targets)
+
+
 def role_specs(config: RunConfig, group: str) -> dict[str, RoleSpec]:
     """Returns the models of a group by role; those of several teachers by `teacher_key`."""
     specs: dict[str, RoleSpec] = {}
@@ -121,6 +134,8 @@ def _role_spec(config: RunConfig, name: RoleName, checkpoint: str | None) -> Rol
     vocab_size = config.model.vocab_size
     if name == "reference" and checkpoint is not None:
         vocab_size = ids_in_use(config.model)  # its distribution is over the actor's ids
+    lora = config.lora(name) if isinstance(config, TrainingConfig) else None
+    is_base = name == "reference" and checkpoint is None and config.actor_has_adapters
     training: TrainingSpec | None = None
     if isinstance(config, TrainingConfig) and name in config.trained:
         training = TrainingSpec(
@@ -129,12 +144,14 @@ def _role_spec(config: RunConfig, name: RoleName, checkpoint: str | None) -> Rol
             steps_together=config.updates_per_step,
             ema_decay=config.ema_decay(name),
             loss=config.loss_spec(name),
+            lora=lora,
+            shares_base=config.shares_base(name),
         )
     return RoleSpec(
         name=name,
         layout=config.layout(name),
         recompute=placed.recompute,
-        layers=config.model.layers,
+        layers="local" if lora is not None or is_base else config.model.layers,
         fused=uses_fused_kernels(config),
         offload=placed.offload,
         checkpoint=checkpoint,
@@ -144,4 +161,5 @@ def _role_spec(config: RunConfig, name: RoleName, checkpoint: str | None) -> Rol
         training=training,
         reference_weight=config.reference_weight if name == "reference" else None,
         replays_routes=config.replays_routes and _computes_as_engines(name, checkpoint),
+        is_base=is_base,
     )

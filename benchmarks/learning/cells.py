@@ -31,6 +31,12 @@ CONVERSATIONS: Final = {"lookup": "GRPO over several turns", "lookup_control": "
 """Those on a task of several turns, likewise."""
 PREFERENCES: Final = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "orpo": "ORPO", "kto": "KTO"}
 """Those on preferences, likewise."""
+RANKS: Final = (1, 4, 16)
+"""Of adapters."""
+ADAPTED: Final = {f"grpo_rank_{rank}": f"GRPO, rank {rank}" for rank in RANKS}
+"""Those that train adapters in place of the weights, likewise."""
+FINE_TUNED: Final = {"sft": "SFT", **{f"sft_rank_{rank}": f"SFT, rank {rank}" for rank in RANKS}}
+"""Supervised fine-tuning on right answers, of the weights and of adapters, likewise."""
 DISTILLED: Final = {"opd": "sampled tokens", "opd_full": "whole distributions"}
 """Those that learn from a teacher, likewise."""
 CURRICULA: Final = {
@@ -49,7 +55,7 @@ Row = tuple[str, int | None]
 """An algorithm, and the age of its samples."""
 ROWS: Final[Mapping[Row, str]] = {
     **{(name, None): title for name, title in {**ALGORITHMS, **CONVERSATIONS, **PREFERENCES, **DISTILLED}.items()},
-    **{(name, None): title for name, title in CURRICULA.items()},
+    **{(name, None): title for name, title in {**CURRICULA, **ADAPTED, **FINE_TUNED}.items()},
     **{(name, age): f"{title}, {age} old" for name, title in STALE.items() for age in STALENESS},
 }
 """Titles of the rows of the tables."""

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.learning.cells import (
+    ADAPTED,
     ALGORITHMS,
     CELLS,
     CONTROLS,
     CONVERSATIONS,
     CURRICULA,
     DISTILLED,
+    FINE_TUNED,
     PREFERENCES,
     ROWS,
     SEEDS,
@@ -125,6 +127,13 @@ single responses, desirable or not. Samples are responses, and there is no rewar
 `eval` on the same prompts.
 
 """
+ADAPTED_ROWS: Final = """
+## With adapters
+
+[Adapters](lora.md) of all linear layers in place of the weights, with alpha 32 and ten times the learning rate: GRPO as
+in the first table, and supervised fine-tuning of the same fine-tuned model on 6,400 right answers.
+
+"""
 DISTILLED_ROWS: Final = """
 ## From a teacher
 
@@ -186,6 +195,8 @@ def report() -> None:
         table(done, STALE),
         CURRICULUM_ROWS,
         table(done, CURRICULA),
+        ADAPTED_ROWS,
+        table(done, ("grpo", *ADAPTED, *FINE_TUNED)),
         DISTILLED_ROWS,
         table(done, DISTILLED),
         _teachers_share(done),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.learning.cells import CONFIGS, CONVERSATIONS, CURRICULA, DISTILLED, PREFERENCES, Cell
+from benchmarks.learning.cells import CONFIGS, CONVERSATIONS, CURRICULA, DISTILLED, FINE_TUNED, PREFERENCES, Cell
 from examples.lookup.prepare import prepare
 from examples.sort_letters.checkpoint import write_checkpoint
 from examples.sort_letters.data import write_data
@@ -31,7 +31,7 @@ def work(cell: Cell) -> None:
         share_conversations()
     elif cell.algorithm in CURRICULA:
         share_mixed()
-    elif cell.algorithm in PREFERENCES:
+    elif cell.algorithm in PREFERENCES or cell.algorithm in FINE_TUNED:
         share("sft")
     else:
         share()
@@ -39,6 +39,8 @@ def work(cell: Cell) -> None:
         share_teacher()
     elif cell.algorithm == "kto":
         share_rated()
+    elif cell.algorithm in FINE_TUNED:
+        share_right_answers()
     directory = DIRECTORY / "cells" / cell.name
     marker, run_dir = directory / "settings", directory / "run"
     if marker.exists() and marker.read_text(encoding="utf-8") != cell.settings():
@@ -47,8 +49,8 @@ def work(cell: Cell) -> None:
     marker.write_text(cell.settings(), encoding="utf-8")
     start = time.perf_counter()
     train(cell.config, f"run.dir={run_dir}", f"run.seed={cell.seed}", *cell.overrides)
-    if cell.algorithm in PREFERENCES:
-        outcome = measured_on_preferences(directory, cell.seed)
+    if cell.algorithm in PREFERENCES or cell.algorithm in FINE_TUNED:
+        outcome = measured_on_rows(directory, cell.seed)
     else:
         outcome = measured(run_dir, "environment" if converses else TRUE_SCORE)
     result = {
@@ -100,6 +102,17 @@ def share_rated() -> None:
         file.write_text("".join(rows), encoding="utf-8")
 
 
+def share_right_answers() -> None:
+    """Makes demonstrations that are all right, where they are not there."""
+    file = DIRECTORY / "data" / "right_train.jsonl"
+    if file.exists():
+        return
+    rows: list[str] = []
+    for pair in read_lines(DIRECTORY / "data" / "pairs_train.jsonl"):
+        rows.append(json.dumps({"prompt": pair["prompt"], "response": pair["chosen"]}) + "\n")
+    file.write_text("".join(rows), encoding="utf-8")
+
+
 def share_mixed() -> None:
     """Makes the fine-tuned model, and prompts of three kinds, where they are not there."""
     share("sft")
@@ -142,7 +155,7 @@ def megarl(command: str, config: Path, *overrides: str) -> None:
         sys.exit(status)
 
 
-def measured_on_preferences(directory: Path, seed: int) -> dict[str, Any]:
+def measured_on_rows(directory: Path, seed: int) -> dict[str, Any]:
     """What a run in `directory` came to: true scores of the model before and after, samples being responses."""
     run_dir = directory / "run"
     steps = read_lines(run_dir / "metrics.jsonl")
@@ -162,9 +175,12 @@ def measured_on_preferences(directory: Path, seed: int) -> dict[str, Any]:
         )
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     config = read_config(run_dir / "config.yaml")
-    samples = len(steps) * field_at(config, "data.pairs_per_step")
-    if field_at(config, "preference.loss.name") != "kto":  # whose responses are single
-        samples *= 2
+    if config["stage"] == "sft":
+        samples = len(steps) * field_at(config, "data.sequences_per_step")
+    else:
+        samples = len(steps) * field_at(config, "data.pairs_per_step")
+        if field_at(config, "preference.loss.name") != "kto":  # whose responses are single
+            samples *= 2
     return {
         "verdict": summary["verdict"],
         "findings": summary.get("findings", []),

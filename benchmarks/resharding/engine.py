@@ -21,7 +21,8 @@ from benchmarks.resharding.model import ENGINE_TP, ENGINES, Setup
 from benchmarks.resharding.processes import Span, measure
 from megarl.config.schema import Rollout
 from megarl.resharding import ConnectRequest, Receiver, SyncSpec, connect
-from megarl.rollout.engine import EngineOptions, RolloutEngine
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine_options import EngineOptions
 
 PROBE = [list(range(2, 60)), list(range(900, 1000))]
 

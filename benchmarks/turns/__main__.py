@@ -22,7 +22,7 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Cluster, Rollout, Threads
 from megarl.groups.conversations import ConversationGroup
 from megarl.groups.engines import RolloutGroup
-from megarl.rollout.engine import EngineOptions
+from megarl.rollout.engine_options import EngineOptions
 from megarl.types import Prompt, SampleRequest
 
 _ENGINES = 2

@@ -1,4 +1,4 @@
-"""``megarl convert import | export | verify | inspect``; the same as ``python -m tools.checkpoint_convert``."""
+"""``megarl convert import | export | merge | verify | inspect``; the same as ``python -m tools.checkpoint_convert``."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def export(
     memory_budget: Budget = Resources.memory,
     processes: Processes = Resources.processes,
 ) -> None:
-    """Make a Hugging Face directory of a checkpoint, Megatron-LM's or a run's."""
+    """Make a Hugging Face directory of a checkpoint, Megatron-LM's or a run's; of adapters, in PEFT's format."""
     with _exit_codes():
         from megarl.convert.exporting import export_checkpoint
 
@@ -92,6 +92,32 @@ def export(
             template=hf,
             role=role,
             step=step,
+            dtype=dtype,
+            max_file_bytes=max_file_size,
+        )
+        typer.echo(f"{out} is complete")
+
+
+@app.command("merge")
+def merge(
+    hf: HF,
+    adapters: Annotated[Path, typer.Option(help="Adapters, in PEFT's format.")],
+    out: Out,
+    dtype: Dtype = None,
+    max_file_size: MaxFileSize = 5 * 10**9,
+    memory_budget: Budget = Resources.memory,
+    processes: Processes = Resources.processes,
+) -> None:
+    """Make a Hugging Face directory of a model with adapters (LoRA) merged into its weights."""
+    with _exit_codes():
+        from megarl.convert.merging import merge_adapters
+
+        resources = Resources(memory=memory_budget, processes=processes)
+        merge_adapters(
+            hf,
+            adapters,
+            out,
+            resources=resources,
             dtype=dtype,
             max_file_bytes=max_file_size,
         )

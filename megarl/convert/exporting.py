@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,31 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError, load
+from megarl.config.schema import LoRA
 from megarl.convert.megatron_checkpoint import HF_FILES, FoundCheckpoint, find_checkpoint, open_checkpoint
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import DEFAULT, Resources, run_tasks
-from megarl.convert.stored import Assembly, Stored, copy_values, open_hf, open_untrained, read_spec
+from megarl.convert.stored import Assembly, Sources, Stored, copy_values, open_hf, open_untrained, read_spec
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
+from megarl.models.lora import adaptable
+from megarl.role_specs import adapters_of
+from megarl.run.paths import field_at, read_config
 from megarl.types import RoleName
-from megarl.weights.export import MAX_FILE_BYTES, copy_side_files, group_tensors, lay_out, write_index, write_json
+from megarl.weights.export import (
+    CONFIG_FILE,
+    MAX_FILE_BYTES,
+    SafetensorsFile,
+    copy_side_files,
+    group_tensors,
+    lay_out,
+    write_index,
+    write_json,
+)
 from megarl.weights.hf_files import has_weights
+from megarl.weights.peft_files import ADAPTER_CONFIG, ADAPTER_FILE, PEFT_PREFIX, adapter_config
 from megarl.weights.shard_map import TensorInfo
 
-_HF_CONFIG = "config.json"
 _GROUP_BYTES = 256 << 20
 
 
@@ -38,6 +51,8 @@ def export_checkpoint(
 ) -> None:
     """Writes a Hugging Face directory with the weights of a checkpoint; continues an interrupted export.
 
+    Of a run with adapters, these are written, in PEFT's format; see ``merging``.
+
     Args:
         checkpoint, role, step: see ``find_checkpoint``.
         template: HF directory of the model, with its tokenizer, where the checkpoint names none.
@@ -46,31 +61,105 @@ def export_checkpoint(
     found = find_checkpoint(checkpoint, role=role, step=step)
     spec, origin, side_directories = _model_of(found, template)
     head = found.head(spec.head)
+    lora = _lora_of(found)
+    if lora is not None:
+        _export_adapters(found, lora, out, spec, origin, side_directories, resources, dtype)
+        return
     with PartialOutput(out) as output:
         tensors, sources = open_checkpoint(found, spec, head)
-        tensors = dict(tensors)
-        if dtype is not None:
-            fixed = spec.fixed_dtypes()
-            for name, info in tensors.items():
-                tensors[name] = replace(info, dtype=fixed.get(name, dtype))
+        tensors = cast_infos(tensors, spec, dtype)
         if template is not None and spec.untrained and not has_weights(template):
             problem = f"{template} has no weights, and tensors that are not trained come from it"
             raise UsageError(f"{problem} ({', '.join(spec.untrained)}); name a directory of the model with --hf")
         others = open_untrained(origin, spec)
         sources = sources.with_whole(others)
         tensors |= {name: tensor.info for name, tensor in others.items()}
-        layouts = lay_out(tensors, max_file_bytes)
-        files: list[OutputFile] = []
-        for layout in layouts:
-            ordered = {name: tensors[name] for name in layout.offsets}
-            assembly = sources.assembly(ordered)
-            files.append(OutputFile(path=layout.name, assembly=assembly, header=layout.header))
-        output.write(f"export {checkpoint.name}", files, inputs=sources.files, resources=resources)
-        write_index(output.directory, layouts)
+        write_files(
+            output,
+            f"export {checkpoint.name}",
+            lay_out(tensors, max_file_bytes),
+            sources,
+            resources,
+        )
         for directory in side_directories:
             copy_side_files(directory, output.directory)
         embedding = next(iter(tensors.values()))
-        write_json(output.directory / _HF_CONFIG, replace(spec, dtype=embedding.dtype).hf_config(head))
+        write_json(
+            output.directory / CONFIG_FILE,
+            replace(spec, dtype=embedding.dtype).hf_config(head),
+        )
+        output.publish()
+
+
+def cast_infos(
+    tensors: Mapping[str, TensorInfo],
+    spec: ModelSpec,
+    dtype: str | None,
+) -> dict[str, TensorInfo]:
+    """Returns tensors with another dtype, but for those that keep theirs."""
+    if dtype is None:
+        return dict(tensors)
+    fixed = spec.fixed_dtypes()
+    return {name: replace(info, dtype=fixed.get(name, dtype)) for name, info in tensors.items()}
+
+
+def write_files(
+    output: PartialOutput, task: str, layouts: Sequence[SafetensorsFile], sources: Sources, resources: Resources
+) -> None:
+    """Writes safetensors files, and their index where there are several."""
+    files: list[OutputFile] = []
+    for layout in layouts:
+        ordered = {name: layout.tensors[name] for name in layout.offsets}
+        files.append(
+            OutputFile(path=layout.name, assembly=sources.assembly(ordered), header=layout.header),
+        )
+    output.write(task, files, inputs=sources.files, resources=resources)
+    write_index(output.directory, layouts)
+
+
+def _lora_of(found: FoundCheckpoint) -> LoRA | None:
+    """Returns the settings of the adapters of a run's role; None where its weights are trained."""
+    if found.role is None:
+        return None
+    fields = field_at(read_config(found.root / "config.yaml"), f"{found.role}.lora")
+    return None if fields is None else LoRA.model_validate(fields)
+
+
+def _export_adapters(
+    found: FoundCheckpoint,
+    lora: LoRA,
+    out: Path,
+    spec: ModelSpec,
+    origin: Path | None,
+    side_directories: Sequence[Path],
+    resources: Resources,
+    dtype: str | None,
+) -> None:
+    head = found.head(spec.head)
+    adapters = adapters_of(lora)
+    with PartialOutput(out) as output:
+        tensors, sources = open_checkpoint(found, spec, head, adapters)
+        named = {PEFT_PREFIX + name: info for name, info in cast_infos(tensors, spec, dtype).items()}
+        layouts = lay_out(named, sum(info.nbytes for info in named.values()), ADAPTER_FILE)
+        write_files(
+            output,
+            f"export {found.root.name}",
+            layouts,
+            sources.renamed(PEFT_PREFIX),
+            resources,
+        )
+        for directory in side_directories:
+            copy_side_files(directory, output.directory)
+        fields = adapter_config(
+            base=str(origin or found.root / "model"),
+            rank=lora.rank,
+            alpha=lora.alpha,
+            rslora=lora.rslora,
+            targets=adapters.targets or adaptable(spec),
+            transposed=spec.stores_transposes,
+            has_head=head != "lm",
+        )
+        write_json(output.directory / ADAPTER_CONFIG, fields)
         output.publish()
 
 
@@ -78,7 +167,7 @@ def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec,
     """Returns a checkpoint's model, its directory, and those with tokenizer and generation files; later ones win."""
     if template is not None or found.role is None:
         directory = template or found.root / HF_FILES
-        if template is None and not (directory / _HF_CONFIG).is_file():
+        if template is None and not (directory / CONFIG_FILE).is_file():
             fix = "name a directory that has its config.json and tokenizer with --hf"
             raise UsageError(f"{found.root} does not say which model it is of; {fix}")
         return read_spec(directory), directory, (directory,)
@@ -114,6 +203,10 @@ def compare(
     """
     found = find_checkpoint(checkpoint, role=role, step=step)
     spec = read_spec(hf)
+    if _lora_of(found) is not None:
+        raise UsageError(
+            f"{found.root} has adapters of the {found.role} alone; export and merge them to compare the sum"
+        )
     head = found.head(spec.head)
     if (head == "lm") != (spec.head == "lm"):
         raise UsageError(f"{hf} has the head {spec.head!r}, the {found.role} {head!r}; choose another --role")
@@ -128,7 +221,7 @@ def compare(
             problems.append(f"{name}: {info.dtype}, not {tensor.info.dtype}")
         wanted = dtype and fixed.get(name, dtype)
         tensors[name] = replace(tensor.info, dtype=wanted or tensor.info.dtype)
-    if found.role is None and (found.root / HF_FILES / _HF_CONFIG).is_file():
+    if found.role is None and (found.root / HF_FILES / CONFIG_FILE).is_file():
         passed = open_untrained(found.root / HF_FILES, spec)
         for name, tensor in open_untrained(hf, spec).items():
             if name not in passed:

@@ -18,7 +18,17 @@ from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
 from megarl.convert.megatron_checkpoint import HF_FILES, RELEASE, TRACKER, require_megatron_format
 from megarl.convert.output import OutputFile, PartialOutput
 from megarl.convert.resources import DEFAULT, Resources
-from megarl.convert.stored import Shifted, Sources, Stored, open_hf, open_untrained, read_spec, shards_within
+from megarl.convert.stored import (
+    ArchivedTensor,
+    SafeTensor,
+    Shifted,
+    Sources,
+    Stored,
+    open_hf,
+    open_untrained,
+    read_spec,
+    shards_within,
+)
 from megarl.errors import UsageError
 from megarl.files import write_durably, write_errors
 from megarl.models import ModelSpec
@@ -120,7 +130,7 @@ def _centred(whole: ShardMap, stored: Mapping[str, Stored], spec: ModelSpec) -> 
     found = dict(stored)
     for shard in whole.shards:
         tensor = stored[shard.name]
-        if spec.is_centred(shard.param) and not isinstance(tensor, Shifted):
+        if spec.is_centred(shard.param) and isinstance(tensor, SafeTensor | ArchivedTensor):
             found[shard.name] = Shifted(tensor=tensor, by=-1.0)
     return found
 

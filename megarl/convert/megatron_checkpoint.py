@@ -15,6 +15,7 @@ from megarl.convert.dcp import METADATA, DCPIndex, TensorChunk
 from megarl.convert.stored import ArchivedTensor, Shifted, Sources, Stored, shards_within
 from megarl.errors import UsageError
 from megarl.models import ModelSpec
+from megarl.models.lora import Adapters, adapter_tensors, with_head
 from megarl.run.checkpoints import MANIFEST, CheckpointManifest, Checkpoints
 from megarl.types import HEADS, HeadName, RoleName
 from megarl.weights.hf_files import CheckpointError, misfits
@@ -154,14 +155,19 @@ def require_megatron_format(spec: ModelSpec) -> None:
 
 
 def open_checkpoint(
-    found: FoundCheckpoint, spec: ModelSpec, head: HeadName
+    found: FoundCheckpoint, spec: ModelSpec, head: HeadName, adapters: Adapters | None = None
 ) -> tuple[Mapping[str, TensorInfo], Sources]:
     """Finds a model's weights in a checkpoint; a CheckpointError lists every tensor that does not fit.
+
+    Args:
+        adapters: adapters that the checkpoint of a run has in place of the weights, with a head.
 
     Returns:
         The canonical tensors, with their dtypes in the checkpoint, and what they are read from.
     """
     canonical = spec.canonical(head)
+    if adapters is not None:
+        canonical = with_head(adapter_tensors(spec, adapters), canonical)
     if found.role is None:
         require_megatron_format(spec)
         index = _stacked(DCPIndex.read(found.directory), layers=spec.table.is_uniform)
@@ -199,7 +205,7 @@ def open_checkpoint(
             if spec.is_centred(chunk.key):
                 stored[name] = Shifted(tensor=tensor, by=1.0)
     tensors = dict(canonical)
-    main = next(iter(whole.params))  # the embedding
+    main = next(iter(whole.params))  # the embedding, but for adapters
     for shard in whole.shards:
         dtype = index.tensors[main if spec.is_centred(shard.param) else shard.param].dtype
         tensors[shard.name] = replace(canonical[shard.name], dtype=dtype)

@@ -92,7 +92,39 @@ class Shifted:
         return self.tensor.read_rows(first, stop).double() + self.by
 
 
-Stored = SafeTensor | ArchivedTensor | Shifted
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """A stored matrix W + scale * B A, in float32.
+
+    Args:
+        transposed: whether W is stored as [inputs, outputs].
+    """
+
+    base: SafeTensor
+    a: SafeTensor
+    b: SafeTensor
+    scale: float
+    transposed: bool
+
+    @property
+    def path(self) -> Path:
+        return self.base.path
+
+    @property
+    def info(self) -> TensorInfo:
+        return self.base.info
+
+    def read_rows(self, first: int, stop: int) -> torch.Tensor:
+        a = self.a.read_rows(0, self.a.info.shape[0]).float()
+        b = self.b.read_rows(0, self.b.info.shape[0]).float()
+        if self.transposed:
+            product = a.T[first:stop] @ b.T
+        else:
+            product = b[first:stop] @ a
+        return self.base.read_rows(first, stop).float() + self.scale * product
+
+
+Stored = SafeTensor | ArchivedTensor | Shifted | Merged
 
 
 def open_hf(directory: Path, manifest: Manifest) -> Mapping[str, Stored]:
@@ -204,6 +236,13 @@ class Sources:
             box = Box.whole(tensor.info.shape)
             copies[name] = [Copy(name, box, name, box, tensor.info.dtype, False)]
         return Sources(stored={**self.stored, **stored}, copies=copies)
+
+    def renamed(self, prefix: str) -> Sources:
+        """Returns the same for tensors of names after a prefix."""
+        copies: dict[str, Sequence[Copy]] = {}
+        for name, own in self.copies.items():
+            copies[prefix + name] = [copy._replace(target=prefix + copy.target) for copy in own]
+        return Sources(stored=self.stored, copies=copies)
 
     def assembly(self, tensors: Mapping[str, TensorInfo]) -> Assembly:
         copies: list[Copy] = []

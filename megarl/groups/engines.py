@@ -23,9 +23,11 @@ from megarl.groups.engine_load import EngineLoad
 from megarl.groups.rollouts import GenerateCall, PendingRollouts, Rollouts, split, work_items
 from megarl.models import model_spec
 from megarl.remote import RemoteMethod
+from megarl.role_specs import adapters_of
 from megarl.rollout.completions import ResponseEnds
 from megarl.rollout.drafts import DraftCounts
-from megarl.rollout.engine import EngineOptions, PickRequest, RolloutEngine, TruncateRequest
+from megarl.rollout.engine import PickRequest, RolloutEngine, TruncateRequest
+from megarl.rollout.engine_options import EngineOptions
 from megarl.rollout.replay import RecordingEngine, ReplayingEngine
 from megarl.rollout.routes import records_routes
 from megarl.types import Pickled, RolloutChunk, SampleInfo, SampleRequest, TurnAnswer, WorkItem
@@ -479,6 +481,7 @@ def launch_engines(
         besides_cache=besides_cache,
         kept_max=config.recorded_kept_max,
         records_routes=config.replays_routes and records_routes(spec, config.cluster.device),
+        adapters=None if config.separate_adapters is None else adapters_of(config.separate_adapters),
     )
     replacements = rollout.max_replacements if weights == "sync" else 0
     return RolloutGroup(session, rollout, model_dir, options, engine=engine, replacements=replacements)

@@ -18,6 +18,7 @@ from megarl.megatron.worker import MegatronWorker
 from megarl.models import model_spec
 from megarl.resharding import BarrierWatch, ConnectRequest, SyncSpec, SyncStats, serve_store
 from megarl.resharding.spec import plan_sync
+from megarl.role_specs import adapters_of
 from megarl.rollout.engine import RolloutEngine
 from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Place
@@ -99,15 +100,25 @@ class SyncPlanner:
         places = [Place(node=device // count, device=device) for device in devices]
         self._trainers = [places[device] for device in config.device_list(actor.group.name)]
         self._engine_ranks = [places[device] for device in parse_devices(config.rollout.devices)]
-        self._plans: dict[tuple[int, ...], TransferPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], bool], TransferPlan] = {}
+        self._adapters = None if config.separate_adapters is None else adapters_of(config.separate_adapters)
         self._host = session.host
         self._store = serve_store(session.host)
 
-    def spec(self, engines: Sequence[int], name: str) -> SyncSpec:
-        """Returns the specification of a connection; its name is new."""
+    @property
+    def sends_once(self) -> bool:
+        """Whether engines get the weights once, and then adapters alone."""
+        return self._adapters is not None
+
+    def spec(self, engines: Sequence[int], name: str, *, adapters_only: bool) -> SyncSpec:
+        """Returns the specification of a connection; its name is new.
+
+        Args:
+            adapters_only: see ``plan``.
+        """
         config = self._config
         return SyncSpec.of(
-            self.plan(engines),
+            self.plan(engines, adapters_only=adapters_only),
             name=name,
             host=self._host,
             port=self._store.port,
@@ -118,14 +129,28 @@ class SyncPlanner:
             timeout_s=config.cluster.time_limits.patience,
         )
 
-    def plan(self, engines: Sequence[int]) -> TransferPlan:
-        """Returns the plan of a transfer to some engines."""
-        if tuple(engines) not in self._plans:
+    def plan(self, engines: Sequence[int], *, adapters_only: bool = False) -> TransferPlan:
+        """Returns the plan of a transfer to some engines.
+
+        Args:
+            adapters_only: whether they have the weights, and get adapters alone.
+        """
+        key = tuple(engines), adapters_only
+        if key not in self._plans:
             spec = model_spec(self._config.model.hf_config())
             bucket_bytes = int(self._config.resharding.bucket_mib * _MIB)
-            plan = plan_sync(spec, self._layout, self._trainers, self.tp, self._places(engines), bucket_bytes)
-            self._plans[tuple(engines)] = plan
-        return self._plans[tuple(engines)]
+            places = self._places(engines)
+            self._plans[key] = plan_sync(
+                spec,
+                self._layout,
+                self._trainers,
+                self.tp,
+                places,
+                bucket_bytes,
+                self._adapters,
+                adapters_only=adapters_only,
+            )
+        return self._plans[key]
 
     def watch(self, spec: SyncSpec) -> BarrierWatch:
         """Returns the view of a connection's barriers."""
@@ -165,7 +190,9 @@ class EngineLink:
         self._drain = drain
         self._senders = senders
         self._engines = engines
-        self._connected: list[Process[RolloutEngine]] = []
+        self._connected: tuple[list[Process[RolloutEngine]], bool] = ([], False)
+        self._with_weights: list[Process[RolloutEngine]] = []
+        """Those that have the weights and need adapters alone."""
         self._connections = 0
         self._watch: BarrierWatch
         self._ranks: dict[int, int] = {}
@@ -177,12 +204,17 @@ class EngineLink:
         of the same processes.
         """
         engines = self._started
-        processes = self._processes(engines)
-        if self._connected == processes:
+        wanted = self._wanted(engines)
+        if self._connected == wanted:
             return True
-        self._connected = []
+        self._connected = ([], False)
         self._connections += 1
-        spec = self._planner.spec(engines, f"actor-to-engines-{self._number}-{self._connections}")
+        _, adapters_only = wanted
+        spec = self._planner.spec(
+            engines,
+            f"actor-to-engines-{self._number}-{self._connections}",
+            adapters_only=adapters_only,
+        )
         self._watch = self._planner.watch(spec)
         first = len(self._senders.processes)
         sent = self._senders.call_each(MegatronWorker.connect, [self._request(spec, [rank]) for rank in range(first)])
@@ -196,7 +228,7 @@ class EngineLink:
         attempt = SyncAttempt(self._engines, self._watch, self._ranks, sent, received)
         if not await attempt.succeeds() or attempt.lost:
             return False
-        self._connected = processes
+        self._connected = wanted
         return True
 
     async def update(self, version: int) -> SyncReport | None:
@@ -210,7 +242,7 @@ class EngineLink:
         while engines := self._started:
             await self._engines.hold(engines, drain=self._drain)
             start = time.perf_counter()
-            if engines != self._started or not await self.connect() or self._connected != self._processes(engines):
+            if engines != self._started or not await self.connect() or self._connected != self._wanted(engines):
                 continue
             self._watch.begin()
             sent = self._senders.call(MegatronWorker.send_weights, version, self._number)
@@ -228,6 +260,8 @@ class EngineLink:
                     left.append(engine)
                     receivers += call.results[0]
             if left:
+                if self._planner.sends_once:
+                    self._with_weights = self._processes(left)
                 self._engines.readmit(left)
                 return SyncReport.of([*sent.results.values()], receivers, time.perf_counter() - start)
         return None
@@ -235,6 +269,11 @@ class EngineLink:
     @property
     def _started(self) -> list[int]:
         return [engine for engine in self._members if engine in self._engines.started]
+
+    def _wanted(self, engines: Sequence[int]) -> tuple[list[Process[RolloutEngine]], bool]:
+        """Returns the processes of engines, and whether all of them have the weights."""
+        processes = self._processes(engines)
+        return processes, bool(processes) and all(process in self._with_weights for process in processes)
 
     def _processes(self, engines: Sequence[int]) -> list[Process[RolloutEngine]]:
         return [self._engines.processes[engine] for engine in engines]

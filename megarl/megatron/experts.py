@@ -30,9 +30,6 @@ def quick_gelu(x: Tensor) -> Tensor:
 class ExpertLinear(torch.nn.Module):
     """A matrix [outputs, inputs], and maybe a bias, for each expert of a rank.
 
-    Grouped products need rows of a multiple of 16 bytes, and on a GPU bfloat16 and compute capability
-    9.0 (torch 2.13). Other matrices are multiplied one by one.
-
     Args:
         axis: axis of the matrix that TP splits.
     """
@@ -52,7 +49,6 @@ class ExpertLinear(torch.nn.Module):
             self.bias.allreduce = weight.allreduce
             if axis == 0:
                 set_tensor_model_parallel_attributes(self.bias, True, 1, 1)
-        self._aligned = all(size * values.itemsize % 16 == 0 for size in (outputs, inputs))
 
     def forward(self, tokens: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]; each expert has the rows from the last one's end to its own.
@@ -61,12 +57,22 @@ class ExpertLinear(torch.nn.Module):
             counts: [experts], on the host.
             ends: [experts] int32, on the device.
         """
-        if self._aligned and _has_grouped_products(tokens):
-            return _Contiguous.apply(F.grouped_mm(tokens, self.weight.transpose(-2, -1), offs=ends))
-        products: list[Tensor] = []
-        for part, matrix in zip(tokens.split(counts.tolist()), self.weight, strict=True):
-            products.append(F.linear(part, matrix))
-        return torch.cat(products)
+        return grouped_product(tokens, self.weight, counts, ends)
+
+
+def grouped_product(tokens: Tensor, matrices: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies the tokens of each expert by its matrix, [experts, outputs, inputs]; see ``ExpertLinear.forward``.
+
+    Grouped products need rows of a multiple of 16 bytes, and on a GPU bfloat16 and compute capability
+    9.0 (torch 2.13). Other matrices are multiplied one by one.
+    """
+    is_aligned = all(size * matrices.element_size() % 16 == 0 for size in matrices.shape[1:])
+    if is_aligned and _has_grouped_products(tokens):
+        return _Contiguous.apply(F.grouped_mm(tokens, matrices.transpose(-2, -1), offs=ends))
+    products: list[Tensor] = []
+    for part, matrix in zip(tokens.split(counts.tolist()), matrices, strict=True):
+        products.append(F.linear(part, matrix))
+    return torch.cat(products)
 
 
 def _has_grouped_products(tokens: Tensor) -> bool:

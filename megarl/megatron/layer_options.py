@@ -23,12 +23,17 @@ class PostNormLinear(RowParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, norm: Any, config: Any, **arguments: Any) -> None:
         super().__init__(input_size, output_size, config=config, **arguments)
         self.post_layernorm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+        self.register_forward_hook(_normalized)  # after an adapter's hook
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[S, channels of this rank] -> [S, hidden]; S is a part under sequence parallelism."""
-        output, bias = super().forward(input_)
-        assert bias is None
-        return self.post_layernorm(output), None
+
+def _normalized(
+    linear: Any,
+    _inputs: tuple[Tensor, ...],
+    output: tuple[Tensor, None],
+) -> tuple[Tensor, None]:
+    product, bias = output
+    assert bias is None
+    return linear.post_layernorm(product), None
 
 
 class LocalRopeAttention(SelfAttention):

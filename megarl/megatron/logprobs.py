@@ -268,22 +268,29 @@ def linear_gradients(
     shard: VocabShard,
     chunk_tokens: int,
     logits_gradient: Callable[[slice], Tensor],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of hidden states, summed over the shards, and of this rank's output weights.
+
+    Frozen weights have none.
 
     Args:
         logits_gradient: gradient of ``hidden @ weight.T`` for a chunk of tokens, [tokens, size].
     """
     grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros_like(weight, dtype=wide(weight))  # so that chunks do not add up rounding
+    grad_weight: Tensor | None = None
+    if weight.requires_grad:
+        grad_weight = torch.zeros_like(weight, dtype=wide(weight))  # so that chunks do not add up rounding
     for begin in range(0, len(hidden), chunk_tokens):
         part = slice(begin, begin + chunk_tokens)
         grad = logits_gradient(part).to(weight.dtype)
         grad_hidden[part] = grad @ weight[: shard.size]
-        grad_weight[: shard.size] += grad.T @ hidden[part]
+        if grad_weight is not None:
+            grad_weight[: shard.size] += grad.T @ hidden[part]
         del grad  # before the next chunk is made
     over_shards(grad_hidden, shard)
-    return grad_hidden, grad_weight.to(weight.dtype)
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight.dtype)
+    return grad_hidden, grad_weight
 
 
 def wide(tensor: Tensor) -> torch.dtype:

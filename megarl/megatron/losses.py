@@ -299,8 +299,8 @@ class PolicyLoss:
 class ReferenceDivergence:
     """Divergence from the reference at each response token of an optimizer step; collective.
 
-    The reference first runs all micro-batches of the step and keeps a hidden state per token on its
-    last stage; logits exist for chunks of tokens.
+    The reference, which may be the engine without its adapters, first runs all micro-batches of the step
+    and keeps a hidden state per token on its last stage; logits exist for chunks of tokens.
     """
 
     def __init__(
@@ -319,7 +319,13 @@ class ReferenceDivergence:
         self._options = options
         model = reference.model
         batches = micro_batches(model, schedule, chunks)
-        states = run_forward(model, batches, schedule.pack_tokens, partial(response_states, model))
+        with reference.adapters_as(on=reference is not engine):
+            states = run_forward(
+                model,
+                batches,
+                schedule.pack_tokens,
+                partial(response_states, model),
+            )
         # Stages before the last have no states.
         self._states = {batch.rows: state for batch, state in zip(batches, states, strict=False)}
 

@@ -50,6 +50,7 @@ from megarl.megatron.rotary import rotations
 from megarl.megatron.routing import MixtureLayer, Router
 from megarl.models import ModelSpec
 from megarl.models.hf_config import LayerSpec
+from megarl.models.lora import ADAPTER
 from megarl.models.transformer_engine import name_in_maps
 from megarl.role_specs import Recompute
 from megarl.types import HeadName, Layout
@@ -153,6 +154,8 @@ class PackedModel(GPTModel):
             assert scale == 1.0, "types of rope with a scale are not supported by type of layer"
             self._local_angles = angles.to(torch.cuda.current_device())
         self._embedding_scale = spec.table.embedding_scale
+        self.embeds_constants = False
+        """Whether embeddings are frozen, though a layer that is computed again needs its input's gradient."""
         if self.post_process and head != "lm":
             self.output_layer = ScalarHead(self.config.hidden_size, self.config.params_dtype)
         if self.pre_process and self.position_embedding_type == "learned_absolute":
@@ -178,6 +181,8 @@ class PackedModel(GPTModel):
             packed_seq_params.local_angles = torch.cat((half, half), dim=-1)[:, None, None]
         if embedded is not None and self._embedding_scale is not None:
             embedded = embedded * torch.full_like(embedded[:1, :1, :1], self._embedding_scale)
+        if embedded is not None and self.embeds_constants and torch.is_grad_enabled():
+            embedded.requires_grad_()
         return embedded, rope, *rest
 
     def output_weight(self) -> Tensor:
@@ -206,11 +211,19 @@ class RoleModel:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns the local parameters by shard-map name, ``chunk:name``; RuntimeError if offloaded."""
+        return self._named(adapters=False)
+
+    def adapters(self) -> dict[str, torch.nn.Parameter]:
+        """Returns those of adapters, likewise."""
+        return self._named(adapters=True)
+
+    def _named(self, *, adapters: bool) -> dict[str, torch.nn.Parameter]:
         self.require_memory()
         named: dict[str, torch.nn.Parameter] = {}
         for index, chunk in enumerate(self.chunks):
             for name, parameter in chunk.named_parameters():
-                named[f"{index}:{name_in_maps(name)}"] = parameter
+                if (ADAPTER in name) == adapters:
+                    named[f"{index}:{name_in_maps(name)}"] = parameter
         return named
 
     def require_memory(self) -> None:

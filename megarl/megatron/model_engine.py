@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from megarl.algos.optimization import ema
 from megarl.algos.reward_shaping import head_std
-from megarl.config.schema import LayerChoice, Optimizer
+from megarl.config.schema import LayerChoice, LoRA, Optimizer
 from megarl.data.packing import Chunks, TokenChunk, scatter, scatter_scalars
 from megarl.megatron.heads import response_logprobs, response_values, row_scores, token_scores
+from megarl.megatron.lora_layers import AdapterSwitch, add_adapters, initial_adapters
 from megarl.megatron.loss_metrics import LossMetrics, reduce_metrics
 from megarl.megatron.model import build_model
 from megarl.megatron.offload import HostCopy, release, share
@@ -25,10 +27,12 @@ from megarl.megatron.pipeline import LastStage, MicroBatch, Work, micro_batches,
 from megarl.megatron.routing import take_counts
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.models import ModelSpec, model_spec
-from megarl.role_specs import Recompute, RoleSpec
+from megarl.models.lora import SCORE_WEIGHT, Adapters, adapter_map, adapter_tensors, with_head
+from megarl.role_specs import Recompute, RoleSpec, adapters_of
 from megarl.types import HEADS, FloatArray, HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
 from megarl.weights.hf_files import load_shard, read_config
-from megarl.weights.shard_map import ShardMap
+from megarl.weights.peft_files import ADAPTER_FILE, PEFT_PREFIX, peft_manifest
+from megarl.weights.shard_map import ShardMap, TensorInfo
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossMetrics]]
 """Maps a micro-batch and its hidden states to a weighted sum over its tokens, a scalar, and metrics."""
@@ -62,6 +66,7 @@ class ModelEngine:
         fused: bool = False,
         frozen: bool = False,
         replays_routes: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         self.name = name
         self.spec = spec
@@ -83,12 +88,18 @@ class ModelEngine:
             fused=fused,
             replays_routes=replays_routes,
         )
+        self.rank = rank
+        self.adapters = adapters
+        self.adapter_switch = AdapterSwitch()
+        if adapters is not None:
+            self.adapter_switch = add_adapters(self.model, spec, adapters, layout, rank)
         self.optimizer: ShardedOptimizer | None = None
         self.ema: WeightEMA | None = None
         self.steps_taken = 0
         """Optimizer steps including skipped ones: the position in the learning rate's schedule."""
         self.adam_steps = 0
         """Optimizer steps without skipped ones."""
+        self._has_base_of_actor = False
         self._offloaded: dict[str, HostCopy] = {}  # by part: "optimizer" and "weights"
         self._is_frozen = frozen
         self._frozen_copy: HostCopy | None = None
@@ -103,6 +114,48 @@ class ModelEngine:
         assert not unmatched, f"{self.name}: the shard map has other parameters than the model: {unmatched}"
         for name, parameter in parameters.items():
             parameter.data.copy_(tensors[name])
+
+    def share_base(self, actor: ModelEngine) -> None:
+        """Takes the actor's weights, which are never trained, for those below the adapters; both have one layout."""
+        assert self.layout == actor.layout, "the ranks have other parts of the weights"
+        theirs = actor.model.parameters()
+        for name, parameter in self.model.parameters().items():
+            if not parameter.requires_grad:
+                parameter.data = theirs[name].data
+        self._has_base_of_actor = True
+
+    def load_adapters(self, tensors: dict[str, Tensor]) -> None:
+        """Sets every adapter, by the names of ``adapter_map``."""
+        for name, parameter in self.model.adapters().items():
+            parameter.data.copy_(tensors[name])
+
+    @contextmanager
+    def adapters_as(self, *, on: bool) -> Iterator[None]:
+        """Switches the adapters on or off in the block; without any, both are the same."""
+        before = self.adapter_switch.on
+        self.adapter_switch.on = on
+        try:
+            yield
+        finally:
+            self.adapter_switch.on = before
+
+    @property
+    def saved_tensors(self) -> dict[str, TensorInfo]:
+        """The canonical tensors of a checkpoint: those of adapters, and a trained head, where there are some."""
+        tensors = self.spec.canonical(self.head)
+        if self.adapters is None:
+            return tensors
+        return with_head(adapter_tensors(self.spec, self.adapters), tensors)
+
+    def saved_map(self, rank: int) -> ShardMap:
+        """Returns the map of a rank's parameters with ``saved_tensors``."""
+        whole = self.shard_map
+        if rank != self.rank:
+            whole = self.spec.megatron_map(self.layout, rank, self.head)
+        if self.adapters is None:
+            return whole
+        own = adapter_map(self.spec, self.adapters, self.layout, rank)
+        return own.joined(whole.of_tensor(SCORE_WEIGHT))
 
     def start_training(
         self, settings: Optimizer, total_steps: int, *, together: int = 1, decay: float | None = None
@@ -171,7 +224,11 @@ class ModelEngine:
 
     def _part(self, part: str) -> list[Tensor]:
         """Returns the parameters, or the rest: in float32 the optimizer steps views of the parameters."""
-        weights: list[Tensor] = [*self.model.parameters().values()]
+        weights: list[Tensor] = []
+        for chunk in self.model.chunks:
+            for weight in chunk.parameters():
+                if weight.requires_grad or not self._has_base_of_actor:
+                    weights.append(weight)
         if part == "weights":
             return weights
         state: list[Tensor] = []
@@ -299,13 +356,20 @@ class ModelEngine:
         return reduce_metrics(metrics, self.model.groups.dp) if metrics else {}
 
 
-def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) -> ModelEngine:
-    """Builds a role on this rank and reads its weights; ``model_dir`` is the run's model."""
+def load_engine(
+    spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str, actor: ModelEngine | None = None
+) -> ModelEngine:
+    """Builds a role on this rank and reads its weights; ``model_dir`` is the run's model.
+
+    Args:
+        actor: whose weights the role shares, if it does.
+    """
     directory = spec.checkpoint or model_dir
     model = model_spec(read_config(directory)).for_lengths(spec.longest)
     if spec.name == "reference":
         model = model.with_rows_of(model_spec(read_config(model_dir)))
     training = spec.training
+    lora = None if training is None else training.lora
     engine = ModelEngine(
         spec.name,
         model,
@@ -319,6 +383,7 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
         fused=spec.fused,
         frozen=spec.is_frozen,
         replays_routes=spec.replays_routes,
+        adapters=None if lora is None else adapters_of(lora),
     )
     new_head = spec.new_head
     manifest = model.manifest(engine.head, new_head=new_head is not None)
@@ -332,6 +397,11 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
         generator = torch.Generator().manual_seed(new_head.seed)
         tensors[parameter] = std * torch.randn(1, hidden, generator=generator)
     engine.load(tensors)
+    if training is not None and training.shares_base:
+        assert actor is not None, "the actor is loaded first"
+        engine.share_base(actor)
+    if lora is not None:
+        engine.load_adapters(start_of_adapters(engine, lora))
     if training is not None:
         engine.start_training(
             training.optimizer,
@@ -340,6 +410,22 @@ def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) ->
             decay=training.ema_decay,
         )
     return engine
+
+
+def start_of_adapters(engine: ModelEngine, lora: LoRA) -> dict[str, Tensor]:
+    """Returns the initial adapters of this rank, new or read."""
+    adapters = engine.adapters
+    assert adapters is not None
+    shard_map = adapter_map(engine.spec, adapters, engine.layout, engine.rank)
+    tensors = adapter_tensors(engine.spec, adapters)
+    if lora.path is not None:
+        return load_shard(
+            shard_map.renamed(PEFT_PREFIX),
+            lora.path,
+            peft_manifest(tensors),
+            ADAPTER_FILE,
+        )
+    return initial_adapters(shard_map, tensors, gaussian=lora.init == "gaussian", seed=lora.seed)
 
 
 def rows_of(schedule: RankSchedule) -> list[PackRow]:

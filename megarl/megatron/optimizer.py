@@ -202,7 +202,8 @@ class OptimizerShard:
 
 def shards(model: RoleModel, optimizer: ShardedOptimizer) -> Iterator[OptimizerShard]:
     """Yields this rank's shards, possibly none."""
-    names = {parameter: name for name, parameter in model.parameters().items()}
+    named = {**model.parameters(), **model.adapters()}
+    names = {parameter: name for name, parameter in named.items()}
     sharded: Any
     for sharded in optimizer.chained.chained_optimizers:
         adam = sharded.optimizer

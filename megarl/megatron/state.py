@@ -216,8 +216,9 @@ def _shards(role: ModelEngine) -> Iterator[OptimizerShard]:
 
 def _runs(role: ModelEngine) -> Iterator[tuple[str, str, Tensor, range]]:
     """Yields this rank's values: their kind, the parameter, and their place in it, flattened."""
-    parameters = role.model.parameters()
-    for name, parameter in parameters.items():
+    parameters = {**role.model.parameters(), **role.model.adapters()}
+    for name in role.saved_map(role.rank).params:
+        parameter = parameters[name]
         yield "weight", name, parameter.detach().view(-1), range(parameter.numel())
     for shard in _shards(role):
         state = shard.optimizer.state.get(shard.main, {})
@@ -237,7 +238,7 @@ def _writers(role: ModelEngine) -> dict[tuple[str, Box], RankCoords]:
     for pp, tp, ep in product(range(layout.pp), range(layout.tp), range(layout.ep)):
         replicas = range(ep, layout.dp, layout.ep)
         ranks = [layout.rank(RankCoords(tp=tp, dp=dp, pp=pp)) for dp in replicas]
-        for shard in role.spec.megatron_map(layout, ranks[0], role.head).shards:
+        for shard in role.saved_map(ranks[0]).shards:
             holders[shard.name, shard.region] += ranks
     loads = [0] * layout.world_size
     writers: dict[tuple[str, Box], RankCoords] = {}
@@ -251,15 +252,16 @@ def _writers(role: ModelEngine) -> dict[tuple[str, Box], RankCoords]:
 def _held(role: ModelEngine) -> list[_HeldBox]:
     """Returns the boxes of all tensors of the role that this rank holds."""
     coords = role.coords
-    tensors = role.spec.canonical(role.head)
+    tensors = role.saved_tensors
+    saved_map = role.saved_map(role.rank)
     writers = _writers(role)
     shards_by_param: dict[str, list[Shard]] = defaultdict(list)
-    for shard in role.shard_map.shards:
+    for shard in saved_map.shards:
         shards_by_param[shard.param].append(shard)
     held: list[_HeldBox] = []
     for kind, param, values, span in _runs(role):
         offset = 0
-        for box in row_major_boxes(role.shard_map.params[param].shape, span.start, span.stop):
+        for box in row_major_boxes(saved_map.params[param].shape, span.start, span.stop):
             block = values[offset : offset + box.size].view(box.shape)
             offset += box.size
             for shard in shards_by_param[param]:

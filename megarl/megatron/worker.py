@@ -34,6 +34,7 @@ from megarl.role_specs import role_specs, teacher_key, uses_fused_kernels
 from megarl.stacks import tell_waits
 from megarl.types import FloatArray, Ragged, RankSchedule, RoleName, TokenValues
 from megarl.weights.export import export_plan, export_weights
+from megarl.weights.peft_files import adapter_export
 
 if TYPE_CHECKING:
     from megarl.megatron.model_engine import ModelEngine
@@ -43,11 +44,24 @@ PerSample = dict[int, FloatArray]
 
 
 class Offloader:
-    """Keeps idle roles that may be offloaded in host memory; roles may be added later."""
+    """Keeps idle roles that may be offloaded in host memory; roles may be added later.
 
-    def __init__(self, roles: Mapping[str, ModelEngine], offloadable: Collection[str]) -> None:
+    Args:
+        same: roles that have the model of another one.
+        above: roles that have the weights of the actor.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, ModelEngine],
+        offloadable: Collection[str],
+        same: Mapping[str, str] | None = None,
+        above: Collection[str] = (),
+    ) -> None:
         self._roles = roles
         self._offloadable = frozenset(offloadable)
+        self._same = same or {}
+        self._above = frozenset(above)
 
     def onload(self, name: str, *others: str, weights_only: bool = False) -> ModelEngine:
         """Returns the role with its memory on the device; offloads all roles but it and ``others``.
@@ -55,16 +69,22 @@ class Offloader:
         With ``weights_only``, what is on the host of average and optimizer state stays there: a forward
         pass, a sync or an export does not read it.
         """
-        self.offload_all(but=(name, *others))
-        for present in (name, *others):
+        wanted = [self._same.get(present, present) for present in (name, *others)]
+        self.offload_all(but=wanted)
+        if not self._above.isdisjoint(wanted):
+            self._roles["actor"].onload(weights_only=True)
+        for present in wanted:
             self._roles[present].onload(weights_only=weights_only)
-        return self._roles[name]
+        return self._roles[wanted[0]]
 
     def offload_all(self, but: Collection[str] = ()) -> None:
         """Offloads every offloadable role, so that another process can use the device."""
         freed = 0
+        kept = set(but)
+        if not self._above.isdisjoint(kept):
+            kept.add("actor")
         for name in sorted(self._offloadable & self._roles.keys()):
-            if name not in but:
+            if name not in kept:
                 freed += self._roles[name].offload()
         if freed:
             torch.cuda.empty_cache()  # for other processes
@@ -85,7 +105,9 @@ class MegatronWorker:
         self._specs = role_specs(config, group)
         self._roles: dict[str, ModelEngine] = {}
         offloadable: list[str] = [name for name, spec in self._specs.items() if spec.offload]
-        self._offloader = Offloader(self._roles, offloadable)
+        bases: dict[str, str] = {name: "actor" for name, spec in self._specs.items() if spec.is_base}
+        above = [name for name, spec in self._specs.items() if spec.training and spec.training.shares_base]
+        self._offloader = Offloader(self._roles, offloadable, bases, above)
         self._engine_shares_device = isinstance(config, RolloutTrainingConfig) and config.rollout.sleep
         self._senders: dict[int, tuple[Connection, Sender]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -124,8 +146,13 @@ class MegatronWorker:
         from megarl.megatron.parallel import GroupCache
 
         cache = GroupCache(self._config.cluster.time_limits.patience)
-        for name, spec in sorted(self._specs.items()):
-            self._roles[name] = load_engine(spec, self._rank, cache, model_dir)
+        for name, spec in sorted(self._specs.items()):  # the actor is the first one
+            if spec.is_base:
+                continue
+            actor: ModelEngine | None = None
+            if spec.training is not None and spec.training.shares_base:
+                actor = self._offloader.onload("actor", weights_only=True)
+            self._roles[name] = load_engine(spec, self._rank, cache, model_dir, actor)
             self._offloader.offload_all()
 
     @remote(phase="inference")
@@ -143,7 +170,8 @@ class MegatronWorker:
             part = replace(schedule, packs=tuple(pack for _, pack in its_packs))
             key = teacher_key(teacher) if teacher else role
             engine = self._offloader.onload(key, weights_only=True)
-            flat = engine.logprobs(part, request.chunks, request.temperature)
+            with engine.adapters_as(on=request.adapted and not self._specs[key].is_base):
+                flat = engine.logprobs(part, request.chunks, request.temperature)
             if flat is not None:
                 parts.append(flat)
         return scatter(rows_of(schedule), np.concatenate(parts)) if parts else None
@@ -209,7 +237,7 @@ class MegatronWorker:
         reference = None
         if isinstance(spec, PolicySpec) and spec.algo.kl.reads_distributions:
             engine = self._offloader.onload(role, "reference")
-            reference = self._roles["reference"]
+            reference = engine if self._specs["reference"].is_base else self._roles["reference"]
         else:
             engine = self._offloader.onload(role)
         texts = None
@@ -264,8 +292,10 @@ class MegatronWorker:
             version = self._senders[request.link][1].version
         self._disconnect(request.link)
         connection = connect(request.sync, rank, self._device)
-        parameters = self._offloader.onload("actor", weights_only=True).model.parameters()
-        weights = {name: parameter.data for name, parameter in parameters.items()}
+        from megarl.megatron.lora_layers import merged_weights, separate_weights
+
+        weights_of = merged_weights if self._config.separate_adapters is None else separate_weights
+        weights = weights_of(self._offloader.onload("actor", weights_only=True).model)
         self._senders[request.link] = connection, Sender(connection, weights, version=version)
 
     @remote(phase="sync")
@@ -310,23 +340,37 @@ class MegatronWorker:
     def export(self, role: RoleName, directory: str, tokenizer: str, model_dir: str) -> None:
         """Writes a role as an HF directory, which must not exist; every rank writes a part.
 
+        Adapters are written beside it, in PEFT's format, and the model with ``lora.merge`` alone.
+
         Args:
             tokenizer: directory whose tokenizer and generation settings are copied.
             model_dir: directory of the model that the role started from, whose other tensors are copied.
         """
+        from megarl.megatron.lora_export import export_adapters
+        from megarl.megatron.lora_layers import merged_weights
         from megarl.megatron.parallel import barrier
 
         engine = self._offloader.onload(role, weights_only=True)
+        training = self._specs[role].training
+        if training is not None and training.lora is not None:
+            export_adapters(
+                engine,
+                training.lora,
+                adapter_export(Path(directory)),
+                tokenizer,
+                model_dir,
+            )
+            if not training.lora.merge:
+                return
         spec = engine.spec
         layout = engine.layout
         tensors = spec.canonical(engine.head)
         maps = [spec.megatron_map(layout, rank, engine.head) for rank in range(layout.world_size)]
-        parameters = {name: parameter.detach() for name, parameter in engine.model.parameters().items()}
         export_weights(
             Path(directory),
             tensors,
             export_plan(maps, tensors).senders.get(self._rank),
-            parameters,
+            merged_weights(engine.model),
             config=spec.hf_config(engine.head),
             template=tokenizer,
             untrained=(model_dir, spec.untrained),

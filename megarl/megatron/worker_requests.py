@@ -17,16 +17,22 @@ from megarl.types import RankSchedule, RolloutChunk, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRequest[S: (Schedule, RankSchedule)]:
-    """A forward pass; ``temperature`` is that of log-probabilities."""
+    """A forward pass.
+
+    Args:
+        temperature: that of log-probabilities.
+        adapted: whether adapters take part, if there are some.
+    """
 
     schedule: S
     chunks: Selectable[TokenChunk]
     temperature: float = 1.0
+    adapted: bool = True
 
     def part(self: ForwardRequest[Schedule], replica: int) -> ForwardRequest[RankSchedule]:
         schedule = self.schedule.ranks[replica]
         chunks = self.chunks.only(schedule.chunks)
-        return ForwardRequest(schedule=schedule, chunks=chunks, temperature=self.temperature)
+        return ForwardRequest(schedule=schedule, chunks=chunks, temperature=self.temperature, adapted=self.adapted)
 
 
 @dataclass(frozen=True, kw_only=True)

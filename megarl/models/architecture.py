@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +139,12 @@ class ModelSpec:
         """Patterns of tensors that pass from a checkpoint into its exports."""
         return (*self.family.untrained, *self.table.untrained)
 
+    @property
+    def stores_transposes(self) -> bool:
+        """Whether Hugging Face stores matrices as [inputs, outputs], as in GPT-2."""
+        stacks = self._stacks(self.table.layers[0].params, "megatron", ShardCoords())
+        return any(stack.transposed and not stack.of for stack in stacks)
+
     def ids_in_use(self, configured: int | None) -> int:
         """Returns the number of token ids that may be sampled: ``model.vocab_size``, if it is set, or all."""
         return configured or self.dims.vocab
@@ -219,25 +225,40 @@ class ModelSpec:
     def megatron_map(self, layout: Layout, rank: int, head: HeadName = "lm") -> ShardMap:
         """Returns the map of a rank of a role; parameters are named ``{model chunk}:{name in GPTModel}``."""
         self.check_megatron(layout)
-        coords = layout.coords(rank)
-        at = ShardCoords(tp_rank=coords.tp, tp=layout.tp, ep_rank=layout.expert_rank(coords), ep=layout.ep)
+        stage = layout.coords(rank).pp
+        at = self.shard_coords(layout, rank)
         stacks = self._stacks_of_kinds("megatron", at)
         groups: list[_PrefixedStacks] = []
+        if stage == 0:
+            groups.append(("0:", "", self._stacks(self._first(), "megatron", at)))
+        for local, hf, kind in self.local_layers(layout, rank):
+            groups.append((local, hf, stacks[kind]))
+        if stage == layout.pp - 1:
+            output = self._output(head)
+            if self.tied and head == "lm" and layout.pp > 1:  # this stage has a copy of the embedding
+                names = replace(OUTPUT.names, hf=self.table.embedding.names.hf)
+                output = (VocabRows(names=names),)
+            last = self._stacks((*self.table.final, *output), "megatron", at)
+            groups.append((f"{layout.vpp - 1}:", "", last))
+        return self.map_of(groups)
+
+    def shard_coords(self, layout: Layout, rank: int) -> ShardCoords:
+        """Returns the part of each layer that a rank of a role holds."""
+        coords = layout.coords(rank)
+        return ShardCoords(
+            tp_rank=coords.tp,
+            tp=layout.tp,
+            ep_rank=layout.expert_rank(coords),
+            ep=layout.ep,
+        )
+
+    def local_layers(self, layout: Layout, rank: int) -> Iterator[tuple[str, str, LayerSpec]]:
+        """Yields the layers of a rank of a role: prefixes of their local and canonical names, and their kinds."""
+        prefix = self.table.layer_prefix
         for chunk in range(layout.vpp):
-            local = f"{chunk}:"
-            if coords.pp == 0 and chunk == 0:
-                groups.append((local, "", self._stacks(self._first(), "megatron", at)))
-            for i, layer in enumerate(self.layers(layout, coords.pp, chunk)):
-                hf = self.table.layer_prefix.hf.format(layer)
-                megatron = self.table.layer_prefix.megatron.format(i)
-                groups.append((local + megatron, hf, stacks[self.table.layers[layer]]))
-            if coords.pp == layout.pp - 1 and chunk == layout.vpp - 1:
-                output = self._output(head)
-                if self.tied and head == "lm" and layout.pp > 1:  # this stage has a copy of the embedding
-                    names = replace(OUTPUT.names, hf=self.table.embedding.names.hf)
-                    output = (VocabRows(names=names),)
-                groups.append((local, "", self._stacks((*self.table.final, *output), "megatron", at)))
-        return self._shard_map(groups)
+            for i, layer in enumerate(self.layers(layout, layout.coords(rank).pp, chunk)):
+                local = f"{chunk}:{prefix.megatron.format(i)}"
+                yield local, prefix.hf.format(layer), self.table.layers[layer]
 
     def checkpoint_map(
         self, head: HeadName = "lm", *, vocab_rows: int | None = None, transformer_engine: bool = True
@@ -265,7 +286,7 @@ class ModelSpec:
                 for part in parts_in_checkpoint(stack):
                     stored.append(in_checkpoint(part, leading, norms))
             groups.append((local, self.table.layer_prefix.hf.format(i), stored))
-        return self._shard_map(groups)
+        return self.map_of(groups)
 
     def is_centred(self, key: str) -> bool:
         """Whether a tensor of a Megatron-LM checkpoint is 1 less than Hugging Face's.
@@ -286,7 +307,7 @@ class ModelSpec:
             groups.append((prefix.of("vllm").format(i), prefix.hf.format(i), stacks[kind]))
         last = (*self.table.final, *self._output("lm"))
         groups.append(("", "", self._stacks(last, "vllm", coords)))
-        return self._shard_map(groups)
+        return self.map_of(groups)
 
     def transformer_fields(self) -> dict[str, Any]:
         """Returns the fields of Megatron's ``TransformerConfig`` of this model."""
@@ -400,8 +421,8 @@ class ModelSpec:
             stacks += param_type.stacks(engine, self.dims, coords)
         return stacks
 
-    def _shard_map(self, groups: Iterable[_PrefixedStacks]) -> ShardMap:
-        """Returns the map of a holder of these stacks."""
+    def map_of(self, groups: Iterable[_PrefixedStacks]) -> ShardMap:
+        """Returns the map of a holder of stacks, each group with the prefixes of its local and canonical names."""
         params: dict[str, TensorInfo] = {}
         shards: list[Shard] = []
         padding: list[tuple[str, Box]] = []

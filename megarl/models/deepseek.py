@@ -20,7 +20,7 @@ from megarl.models.decoder_tables import (
 )
 from megarl.models.hf_config import Family, HFConfigReader, ParamTable
 from megarl.models.param_stacks import Names
-from megarl.models.param_types import ColumnParallel, LatentDown, ParamType, Replicated, RowParallel
+from megarl.models.param_types import ColumnParallel, LatentDown, ParamType, Replicated, RowParallel, SharedLinear
 
 _QUERY_DOWN = Names("self_attn.q_a_proj", "self_attention.linear_q_down_proj")
 _LATENT_DOWN = Names("self_attn.kv_a_proj_with_mqa", "self_attention.linear_kv_down_proj")
@@ -31,7 +31,7 @@ _DIRECT_QUERIES: tuple[ParamType, ...] = (
         vllm="self_attn.q_proj",
         outputs="attention",
     ),
-    Replicated(names=_LATENT_DOWN, shape=("latent_and_rotated", "hidden")),
+    SharedLinear(names=_LATENT_DOWN, shape=("latent_and_rotated", "hidden")),
 )
 _LATENT_QUERIES: tuple[ParamType, ...] = (
     LatentDown(queries=_QUERY_DOWN, latent=_LATENT_DOWN, vllm="self_attn.fused_qkv_a_proj"),

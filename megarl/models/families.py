@@ -194,6 +194,7 @@ GPT2 = Family(
     rotary=False,
     mlp_ratio=4,
     bare_prefix="transformer.",
+    engine_adapters=False,
     ignored=("*.attn.bias", "*.attn.masked_bias"),
 )
 

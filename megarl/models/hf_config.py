@@ -128,6 +128,7 @@ class Family:
         latent: whether attention is multi-head latent attention (MLA).
         has_text_config: whether the decoder's fields are in the config's ``text_config``.
         engine_class: class of the decoder alone, which engines have; None: ``lm_class``.
+        engine_adapters: whether vLLM's class applies adapters.
     """
 
     model_type: str
@@ -151,6 +152,7 @@ class Family:
     latent: bool = False
     has_text_config: bool = False
     engine_class: str | None = None
+    engine_adapters: bool = True
 
 
 HFConfig = Mapping[str, Any]

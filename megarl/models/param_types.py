@@ -49,6 +49,11 @@ class Replicated:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedLinear(Replicated):
+    """A linear layer that is whole on every TP rank, and no router."""
+
+
 @dataclass(frozen=True)
 class HeadVector:
     """A number of each attention head, such as a sink; TP splits the heads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -16,15 +17,19 @@ from megarl.config import RunConfig, SamplingConfig, TrainingConfig
 from megarl.config.schema import CheckpointSettings, Cluster, Optimizer, Threads
 from megarl.files import format_bytes
 from megarl.models import model_spec
+from megarl.models.lora import adaptable, adapter_tensors
 from megarl.models.transformer_engine import refusals
 from megarl.preflight.capacity import capacity
 from megarl.preflight.device_memory import advice
 from megarl.preflight.memory_plan import PhaseMemory, plan_memory
 from megarl.preflight.models import without_weights
 from megarl.preflight.plan_text import every_steps
+from megarl.role_specs import adapters_of
 from megarl.rollout.engine_memory import fills_device
 from megarl.run.resume import resumed_config
 from megarl.texts import counted
+from megarl.types import HEADS
+from megarl.weights.hf_files import read_config
 
 if TYPE_CHECKING:
     from megarl.preflight.datasets import Sets
@@ -126,10 +131,34 @@ def plan_lines(config: RunConfig, sets: Sets, first_prompt: Sequence[int] = ()) 
     yield "run", f"{counted(config.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
 
 
+def _adapters(config: TrainingConfig) -> Iterator[str]:
+    """Yields a text about the adapters of each trained role, and what follows for the reference."""
+    for role in config.trained:
+        lora = config.lora(role)
+        if lora is None or not config.has_role(role):
+            continue
+        checkpoint = config.role_checkpoint(role)
+        spec = model_spec(
+            config.model.hf_config() if checkpoint is None else read_config(checkpoint),
+        )
+        trained = adapter_tensors(spec, adapters_of(lora))
+        targets = lora.targets if lora.targets != "all-linear" else sorted(adaptable(spec))
+        counts: list[str] = []
+        for tensors in (trained, spec.canonical(HEADS[role])):
+            counts.append(f"{sum(math.prod(info.shape) for info in tensors.values()):,}")
+        text = f"{role}: rank {lora.rank}, scale {lora.scale:g}, of {', '.join(targets)}"
+        yield f"{text}; {counts[0]} parameters beside {counts[1]}, which stay"
+    if config.actor_has_adapters and config.has_role("reference") and config.role_checkpoint("reference") is None:
+        if not config.teachers:
+            yield "the reference is the actor without them, and takes no memory"
+
+
 def _layers(config: RunConfig) -> str:
     """Returns which layers the run's model has on a GPU that Transformer Engine supports."""
     spec = model_spec(config.model.hf_config())
     reasons = refusals(spec.dims, spec.table.kinds, spec.dtype)
+    if config.actor_has_adapters:
+        reasons.append("adapters are not supported in Transformer Engine's")
     if config.model.layers == "local" or reasons:
         return "; ".join(["Megatron's own", *reasons])
     return "Transformer Engine's, where it is installed"
@@ -236,6 +265,9 @@ def print_memory(config: RunConfig) -> None:
     if rollout is not None and fills_device(rollout, config.cluster.device) and not room.known:
         text = "the KV cache is counted as 4 GiB, because the memory of the GPUs is unknown; engines will fill "
         lines.append(f"{text}what the plan leaves of theirs. Set cluster.device_memory_gib to see how much")
+    if isinstance(config, TrainingConfig):
+        for text in _adapters(config):
+            out.print(f"{'adapters':{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
     for line in (*lines, *worries):
         out.print(f"{'memory':{_KEY_WIDTH}}{line}", soft_wrap=True, markup=False)
 

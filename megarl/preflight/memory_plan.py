@@ -16,7 +16,7 @@ from megarl.models import ModelSpec, model_spec
 from megarl.preflight.capacity import capacity
 from megarl.preflight.nccl_memory import nccl_bytes
 from megarl.preflight.role_memory import RoleMemory, role_memory
-from megarl.role_specs import RoleSpec, role_specs
+from megarl.role_specs import RoleSpec, adapters_of, role_specs
 from megarl.rollout.engine_memory import PROCESS, WORKSPACE, EngineRankMemory, cache_filling, fills_device
 from megarl.types import RoleName
 from megarl.weights.hf_files import read_config
@@ -78,6 +78,7 @@ class DevicePlan:
         bucket: largest size of a message of a sync.
         nccl: buffers of NCCL's communicators.
         sleeps: whether the engine gives weights and cache back while the trainers work.
+        keeps_weights: whether the host has the weights of a sleeping engine.
         saved: roles of checkpoints that are written during the training.
         sharing: ranks of the node that share a frozen role's copy on the host, by role.
     """
@@ -90,6 +91,7 @@ class DevicePlan:
     bucket: int = 0
     nccl: int = 0
     sleeps: bool = False
+    keeps_weights: bool = False
     saved: Collection[RoleName] = ()
     sharing: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -150,6 +152,8 @@ class DevicePlan:
                 sizes["snapshot"] = working.written
             elif phase == "sync":
                 sizes["buckets"] += 2 * min(self.bucket, working.parameters)
+            if working.spec.training is not None and working.spec.training.shares_base:
+                active.add("actor")
         for name, memory in self.roles.items():
             if name in active or self.kind == "cpu" or not memory.spec.offload:
                 sizes["parameters"] += memory.parameters
@@ -170,6 +174,8 @@ class DevicePlan:
         sizes = {"engine": engine.kept}
         if phase in ("generate", "sync") or not self.sleeps:
             sizes["weights"] = engine.weights
+        elif self.keeps_weights:
+            sizes["offloaded"] = engine.weights
         if phase == "generate" or not self.sleeps:
             sizes["cache"] = engine.cache
         if phase == "generate" or (self.kind == "cuda" and not self.sleeps):
@@ -222,7 +228,8 @@ def _plans(config: RunConfig) -> dict[int, DevicePlan]:
     if isinstance(config, RolloutTrainingConfig):
         bucket = int(config.resharding.bucket_mib * _MIB)
     for name in config.groups:
-        specs = role_specs(config, name)
+        # What is the actor without its adapters takes nothing.
+        specs = {role: spec for role, spec in role_specs(config, name).items() if not spec.is_base}
         made = dict[tuple[str, int], RoleMemory]()
         for rank, device in enumerate(config.device_list(name)):
             roles: dict[str, RoleMemory] = {}
@@ -240,14 +247,22 @@ def _plans(config: RunConfig) -> dict[int, DevicePlan]:
             )
     if rollout is not None:
         spec = model_spec(config.model.hf_config())
-        engine = EngineRankMemory.of(spec, rollout, kind, lambda: capacity(config).device_bytes)
+        lora = config.separate_adapters
+        adapters = None if lora is None else adapters_of(lora)
+        engine = EngineRankMemory.of(spec, rollout, kind, lambda: capacity(config).device_bytes, adapters)
         sleeps = rollout.sleep and kind == "cuda"
         field = "rollout.kv_cache_mib"
         if rollout.gpu_memory_fraction is not None:
             field = "rollout.gpu_memory_fraction"
         for device in parse_devices(rollout.devices):
             plan = plans.get(device, DevicePlan(device=device, kind=kind, bucket=bucket))
-            plans[device] = replace(plan, engine=engine, cache_field=field, sleeps=sleeps)
+            plans[device] = replace(
+                plan,
+                engine=engine,
+                cache_field=field,
+                sleeps=sleeps,
+                keeps_weights=lora is not None,
+            )
     judge = config.judge_model
     if judge is not None:
         spec = model_spec(read_config(judge.path))

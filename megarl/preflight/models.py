@@ -10,14 +10,18 @@ from pathlib import Path
 
 from megarl.config import Problem, RunConfig, SamplingConfig, TrainingConfig
 from megarl.config.problems import shown
-from megarl.config.schema import PairData, TextData
+from megarl.config.schema import LoRA, PairData, TextData
 from megarl.data.tokenizer import LARGEST_FILE, has_tokenizer
 from megarl.decoder_fields import decoder_fields
 from megarl.files import read_json
 from megarl.models import ModelSpec, model_spec
+from megarl.models.lora import adaptable, adapter_tensors, engines_apply_adapters, smallest_matrix, unknown_targets
 from megarl.models.transformer_engine import refusals
+from megarl.role_specs import adapters_of
+from megarl.rollout.adapter_buffers import LARGEST_RANK
 from megarl.types import HEADS, RoleName
 from megarl.weights.hf_files import HFDirectory, read_config
+from megarl.weights.peft_files import ADAPTER_FILE, peft_manifest, read_adapter_config
 from megarl.weights.shard_map import Manifest
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -64,6 +68,7 @@ def check_models(config: RunConfig, *, bare: bool = False) -> tuple[int | None, 
         problems += _attention(config, model)
         problems += _mixers(config, model)
     problems += _layers(config, specs)
+    problems += _adapters(config, specs)
     return vocab, problems
 
 
@@ -377,6 +382,81 @@ def _layers(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Probl
             rule = f"Transformer Engine must be able to compute the {name}: {'; '.join(reasons)}"
             fix = "set it to auto, which takes Megatron's own layers then"
             yield Problem("model.layers", "transformer_engine", rule, fix)
+
+
+def _adapters(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Problem]:
+    """Adapters fit their models, and those to start from are of the same kind."""
+    if not isinstance(config, TrainingConfig):
+        return
+    for role in config.trained:
+        lora = config.lora(role)
+        if lora is None:
+            continue
+        field = f"{role}.lora"
+        if config.model.layers == "transformer_engine":
+            rule = f"must be auto or local with {field}: adapters are in Megatron's own layers"
+            yield Problem("model.layers", "transformer_engine", rule, "set it to auto")
+        spec = specs.get(role if config.role_checkpoint(role) is not None else "model")
+        if spec is None:
+            continue
+        adapters = adapters_of(lora)
+        unknown = unknown_targets(spec, adapters)
+        if unknown:
+            known = ", ".join(sorted(adaptable(spec)))
+            rule = f"names of the model's linear layers: {known}"
+            yield Problem(
+                f"{field}.targets",
+                ", ".join(unknown),
+                rule,
+                "choose some of these, or all-linear",
+            )
+            continue
+        name, size = smallest_matrix(spec, adapters)
+        if lora.rank > size:
+            rule = f"at most {size}, the smaller side of {name}"
+            yield Problem(
+                f"{field}.rank",
+                str(lora.rank),
+                rule,
+                f"lower it, or leave {name} out of {field}.targets",
+            )
+        elif lora.path is not None:
+            yield from _stored_adapters(f"{field}.path", lora, spec)
+        if config.separate_adapters is lora:
+            yield from _separate(field, lora, spec)
+
+
+def _separate(field: str, lora: LoRA, spec: ModelSpec) -> Iterator[Problem]:
+    """Engines can apply the adapters of all targets."""
+    if not engines_apply_adapters(spec):
+        rule = f"merged with the {spec.family.model_type} model, of which engines take merged weights alone"
+        yield Problem("resharding.adapters", "separate", rule, "set it to merged")
+    if lora.rank > LARGEST_RANK:
+        rule = f"at most {LARGEST_RANK} with resharding.adapters = separate, which vLLM takes"
+        yield Problem(
+            f"{field}.rank",
+            str(lora.rank),
+            rule,
+            "lower it, or set resharding.adapters to merged",
+        )
+
+
+def _stored_adapters(field: str, lora: LoRA, spec: ModelSpec) -> Iterator[Problem]:
+    """A directory of adapters in PEFT's format has those of the configuration, and belongs to the model."""
+    path = str(lora.path)
+    fix = "choose another directory, or change these settings"
+    try:
+        stored = read_adapter_config(path)
+        for name, wanted in {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}.items():
+            found = stored.get(name, False)
+            if found != wanted:
+                yield Problem(field, path, f"its {name} is {shown(found)}, and {shown(wanted)} here", fix)
+                return
+        tensors = adapter_tensors(spec, adapters_of(lora))
+        HFDirectory(path, ADAPTER_FILE).check(peft_manifest(tensors))
+    except (OSError, ValueError) as error:
+        rule = f"adapters in PEFT's format that fit the model and the targets: {_one_line(error)}"
+        yield Problem(field, path, rule, fix)
 
 
 def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:

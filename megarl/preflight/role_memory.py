@@ -8,7 +8,7 @@ they may become, whose tokens are all of responses.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -17,10 +17,12 @@ import numpy as np
 from megarl.models import ModelSpec
 from megarl.models.dims import DELTA_CHUNK
 from megarl.models.hf_config import LayerSpec
-from megarl.role_specs import RoleSpec, logit_chunk
+from megarl.models.lora import AdaptedMatrix, adapted_matrices, adapter_map
+from megarl.models.param_stacks import ShardCoords
+from megarl.role_specs import RoleSpec, adapters_of, logit_chunk
 from megarl.rollout.routes import route_dtype
 from megarl.types import HEADS, Layout, RankCoords
-from megarl.weights.shard_map import ITEM_BYTES
+from megarl.weights.shard_map import ITEM_BYTES, TensorInfo
 
 _DIVERGENCE: Final[Mapping[str, int]] = {"reverse": 24, "forward": 20, "jsd": 32}
 """Most bytes of a vocabulary entry and token in either pass of a divergence of whole distributions, by form."""
@@ -80,11 +82,11 @@ def role_memory(
     dims = model.dims
     item = ITEM_BYTES[model.dtype]
     head = HEADS[spec.name]
-    params = model.megatron_map(layout, layout.rank(RankCoords(tp=0, dp=0, pp=stage)), head).params
+    frozen, trained = _params(spec, model, layout.rank(RankCoords(tp=0, dp=0, pp=stage)))
     elements = 0
     shards: list[int] = []  # elements of each parameter that this rank's optimizer has
     experts = 0  # elements of the largest parameter of experts, whose gradient is made at once
-    for name, info in params.items():
+    for name, info in trained.items():
         size = math.prod(info.shape)
         elements += size
         ranks = layout.dp
@@ -93,6 +95,8 @@ def role_memory(
             experts = max(experts, size)
         shards.append(-(-size // ranks))
     parameters = elements * item
+    if spec.training is None or not spec.training.shares_base:
+        parameters += sum(math.prod(info.shape) for info in frozen.values()) * item
     optimizer = 0
     if spec.training is not None:
         # Moments, float32 weights, average.
@@ -107,26 +111,50 @@ def role_memory(
         rows = dims.padded_vocab("megatron", layout.tp) // layout.tp
         inference_logits = _logits(spec, item, pack) * rows
         update_logits = _update_logits(spec, model, reference or model, rows, update_pack, micro_batches)
-    attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / layout.tp
-    if dims.mla is not None:
-        attention += dims.mla.latent + dims.mla.rotated + (dims.mla.queries or 0)  # TP does not divide them
-    mlp = 5 * max(_channels(model, kind) for kind in model.table.kinds) / layout.tp
-    forward = pack * (3 * dims.hidden + max(attention, mlp)) * item
+    forward = pack * _passing(model, layout.tp) * item
     layer = _largest_layer(spec, model, device)
     activations = update_pack * _kept(spec, model, stage, micro_batches, layer)
     again = _recomputed(spec, model, device, layer)  # when the logits are gone
     activations += max(0.0, update_pack * again - update_logits) + item * experts
+    activations += _adapter_blocks(spec, model, stage)
     return RoleMemory(
         spec=spec,
         parameters=parameters,
         gradients=4 * elements,
         optimizer=optimizer,
         stepping=stepping,
-        snapshot=parameters // layout.dp + optimizer,
+        snapshot=elements * item // layout.dp + optimizer,
         written=8 * max(shards),
         inference=(int(forward), inference_logits),
         update=(int(activations), update_logits),
     )
+
+
+def _passing(model: ModelSpec, tp: int) -> float:
+    """Returns the elements of a token that a layer has in a forward pass."""
+    dims = model.dims
+    attention = (4 * dims.heads + 6 * dims.kv_heads) * dims.head_dim / tp
+    if dims.mla is not None:
+        attention += dims.mla.latent + dims.mla.rotated + (dims.mla.queries or 0)  # TP does not divide them
+    mlp = 5 * max(_channels(model, kind) for kind in model.table.kinds) / tp
+    return 3 * dims.hidden + max(attention, mlp)
+
+
+def _params(
+    spec: RoleSpec,
+    model: ModelSpec,
+    rank: int,
+) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """Returns the parameters of a rank that stay as they are, and the others; of a role that is not trained, all."""
+    head = HEADS[spec.name]
+    whole = dict(model.megatron_map(spec.layout, rank, head).params)
+    if spec.training is None or spec.training.lora is None:
+        return {}, whole
+    trained = dict(adapter_map(model, adapters_of(spec.training.lora), spec.layout, rank).params)
+    for name in list(whole):
+        if head != "lm" and name.endswith("output_layer.weight"):
+            trained[name] = whole.pop(name)
+    return whole, trained
 
 
 def _routes(spec: RoleSpec, model: ModelSpec, stage: int) -> int:
@@ -152,6 +180,8 @@ def _update_logits(
         logits = max(logits, _DIVERGENCE[spec.divergence] * min(logit_chunk(False), pack) * rows)
         # Of the reference's hidden states, for all micro-batches of the step.
         logits += micro_batches * pack * reference.dims.hidden * ITEM_BYTES[reference.dtype]
+    if _is_frozen(spec):
+        return logits + pack * hidden * item  # the head is frozen
     return logits + rows * hidden * (4 + item) + pack * hidden * item
 
 
@@ -246,7 +276,50 @@ def _layer(spec: RoleSpec, model: ModelSpec, kind: LayerSpec, device: str) -> fl
             mlp = 3 * ffn
     else:
         mlp = 2 * ffn
-    return norms + mixer + mlp
+    return norms + mixer + mlp + _adapter_products(spec, model, kind)
+
+
+def _adapter_blocks(spec: RoleSpec, model: ModelSpec, stage: int) -> int:
+    """Returns the bytes of B among zeros, and of their mask, of the matrices of a stage with several adapters."""
+    elements = 0
+    if spec.recompute == "full":
+        return elements
+    coords = ShardCoords(tp=spec.layout.tp, ep=spec.layout.ep)
+    for chunk in range(spec.layout.vpp):
+        for layer in model.layers(spec.layout, stage, chunk):
+            for adapted in _kept_adapters(spec, model, model.table.layers[layer], coords):
+                if len(adapted.modules) > 1:
+                    elements += 2 * adapted.b.shape[0] * adapted.a.shape[0]
+    return elements * ITEM_BYTES[model.dtype]
+
+
+def _adapter_products(spec: RoleSpec, model: ModelSpec, kind: LayerSpec) -> float:
+    """Returns the bytes of a token that adapters of a layer keep: its products with their matrices A."""
+    products = 0.0
+    for adapted in _kept_adapters(spec, model, kind, ShardCoords(ep=model.dims.experts or 1)):
+        if adapted.matrix.of:
+            products += model.table.megatron["moe_router_topk"] * adapted.a.shape[0]
+        elif adapted.split == 0:
+            products += adapted.a.shape[0]
+        else:
+            products += adapted.a.shape[0] * _split(spec.layout)
+    return products * ITEM_BYTES[model.dtype]
+
+
+def _kept_adapters(
+    spec: RoleSpec,
+    model: ModelSpec,
+    kind: LayerSpec,
+    coords: ShardCoords,
+) -> Iterator[AdaptedMatrix]:
+    """Yields the adapters of a layer that are not computed again."""
+    if spec.training is None or spec.training.lora is None:
+        return
+    adapters = adapters_of(spec.training.lora)
+    for adapted in adapted_matrices(kind.params, adapters, "megatron", model.dims, coords):
+        is_mlp = adapted.matrix.param.startswith("mlp.") and not kind.is_mixture
+        if spec.recompute != "selective" or not is_mlp:
+            yield adapted
 
 
 def _attention(spec: RoleSpec, model: ModelSpec, device: str) -> float:
@@ -274,9 +347,9 @@ def _attention(spec: RoleSpec, model: ModelSpec, device: str) -> float:
         heads = (dims.heads + dims.kv_heads) / tp
         attention += 4 * heads
         fused = spec.fused and not _zero_centered(model)
-        if _zero_centered(model):
+        if _zero_centered(model) and not _is_frozen(spec):
             attention += 4 * (one + kv / 2) / item  # quotients in float32
-        elif not fused:
+        elif not fused and not _is_frozen(spec):
             attention += one + kv / 2  # quotients
         if not fused and item < 4:
             attention += 4 * (one + kv / 2) / item  # inputs in float32
@@ -354,11 +427,17 @@ def _norm_of(width: int, spec: RoleSpec, model: ModelSpec) -> float:
     item = ITEM_BYTES[model.dtype]
     if model.table.megatron["normalization"] == "LayerNorm" or spec.layers == "transformer_engine":
         return 2 * width * item + 8
+    quotients = 0 if _is_frozen(spec) else 1  # for the gradients of weights
     if _zero_centered(model):
-        return width * (8 + item) + 4
+        return width * (4 + 4 * quotients + item) + 4
     if spec.fused:
         return 2 * width * item + 4
-    return width * (4 + 2 * item) + 4
+    return width * (4 + (1 + quotients) * item) + 4
+
+
+def _is_frozen(spec: RoleSpec) -> bool:
+    """Returns whether adapters are trained in place of the weights."""
+    return spec.training is not None and spec.training.lora is not None
 
 
 def _zero_centered(model: ModelSpec) -> bool:

@@ -11,7 +11,7 @@ import xxhash
 
 from megarl.resharding.spec import RecvBufferPlan
 from megarl.resharding.sync_barrier import SyncStats
-from megarl.weights.plan import Bucket, Message
+from megarl.weights.plan import Boxed, Bucket, Message
 from megarl.weights.shard_map import ITEM_BYTES
 
 _ALIGNMENT = 16
@@ -134,13 +134,13 @@ def _row_weights(device: torch.device) -> torch.Tensor:
 
 def pack(
     message: Message,
-    params: Mapping[str, torch.Tensor],
+    params: Mapping[str, Boxed],
     targets: Sequence[torch.Tensor],
     checksum: Checksum | None,
 ) -> None:
     """Writes a message's copies to targets in their dtype; a checksum adds what is still cached."""
     for copy, target in zip(message.copies, targets, strict=True):
-        box = params[copy.source].detach()[copy.source_box.slices]
+        box = params[copy.source][copy.source_box.slices]
         source = copy.arranged(box)
         if checksum is None:
             target.copy_(source)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from megarl.garbage_collection import collector_paused
 from megarl.models import ModelSpec
+from megarl.models.lora import Adapters, adapter_map, engine_adapter_map, engine_maps
 from megarl.types import HeadName, Layout
 from megarl.weights.plan import Message, ReceiverPlan, SenderPlan, TransferPlan
 from megarl.weights.planner import Holder, Place, plan
@@ -191,8 +192,13 @@ def trainer_holders(
     *,
     head: HeadName = "lm",
     first: int = 0,
+    adapters: Adapters | None = None,
 ) -> list[Holder]:
-    """Returns a Megatron role's ranks, from ``first`` on; raises ValueError if the layout does not fit."""
+    """Returns a Megatron role's ranks, from ``first`` on; raises ValueError if the layout does not fit.
+
+    Args:
+        adapters: adapters that they hold besides the weights.
+    """
     maps: dict[tuple[int, int, int], ShardMap] = {}
     holders: list[Holder] = []
     for rank, place in zip(range(layout.world_size), places, strict=True):
@@ -200,13 +206,31 @@ def trainer_holders(
         part = coords.tp, coords.pp, layout.expert_rank(coords)
         if part not in maps:
             maps[part] = spec.megatron_map(layout, rank, head)
+            if adapters is not None:
+                maps[part] = maps[part].joined(adapter_map(spec, adapters, layout, rank))
         holders.append(Holder(rank=first + rank, map=maps[part], node=place.node, device=place.device))
     return holders
 
 
-def engine_holders(spec: ModelSpec, tp: int, places: Sequence[Place], *, first: int = 0) -> list[Holder]:
-    """Returns vLLM engines' ranks, one by one, from ``first`` on; raises ValueError if TP does not fit."""
-    maps = [spec.vllm_map(tp, rank) for rank in range(tp)]
+def engine_holders(
+    spec: ModelSpec,
+    tp: int,
+    places: Sequence[Place],
+    *,
+    first: int = 0,
+    adapters: Adapters | None = None,
+    adapters_only: bool = False,
+) -> list[Holder]:
+    """Returns vLLM engines' ranks, one by one, from ``first`` on; raises ValueError if TP does not fit.
+
+    Args:
+        adapters: adapters that they hold besides the weights.
+        adapters_only: whether they have the weights, and need the adapters alone.
+    """
+    maps = engine_maps(spec, tp, adapters)
+    if adapters_only:
+        assert adapters is not None
+        maps = [engine_adapter_map(spec, adapters, tp, rank) for rank in range(tp)]
     holders: list[Holder] = []
     for index, place in enumerate(places):
         holder = Holder(rank=first + index, map=maps[index % tp], node=place.node, device=place.device)
@@ -222,13 +246,27 @@ def plan_sync(
     tp: int,
     engines: Sequence[Place],
     bucket_bytes: int,
+    adapters: Adapters | None = None,
+    *,
+    adapters_only: bool = False,
 ) -> TransferPlan:
     """Plans the transfer of a trainer's weights to engines; the trainer's ranks are the first.
 
     Raises ValueError, with every reason, if the layout or the engines' TP does not fit the model.
+
+    Args:
+        adapters: adapters that are sent besides the weights, or with ``adapters_only`` alone.
     """
-    sources = trainer_holders(spec, layout, trainers)
-    return plan(sources, engine_holders(spec, tp, engines, first=layout.world_size), bucket_bytes)
+    sources = trainer_holders(spec, layout, trainers, adapters=adapters)
+    destinations = engine_holders(
+        spec,
+        tp,
+        engines,
+        first=layout.world_size,
+        adapters=adapters,
+        adapters_only=adapters_only,
+    )
+    return plan(sources, destinations, bucket_bytes)
 
 
 def wire_ranks(recv_buffers: Mapping[int, RecvBufferPlan]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from megarl.resharding.buckets import Checksum, bucket_views, named, pack
 from megarl.resharding.connection import Inbox, MessageReady
 from megarl.resharding.sync_barrier import PeerError, SyncStats, sync_places
 from megarl.resharding.transfers.transfer import Connection
-from megarl.weights.plan import Message
+from megarl.weights.plan import Boxed, Message
 from megarl.weights.shard_map import Box
 
 
@@ -96,7 +96,13 @@ class Sender(SyncRank):
         params: local parameters, by the plan's names; every sync reads the mapping.
     """
 
-    def __init__(self, connection: Connection, params: Mapping[str, torch.Tensor], *, version: int = -1) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        params: Mapping[str, Boxed],
+        *,
+        version: int = -1,
+    ) -> None:
         super().__init__(connection, version)
         spec = connection.spec
         self._params = params

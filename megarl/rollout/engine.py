@@ -5,17 +5,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from megarl.garbage_collection import collections_skipped
 from megarl.models import model_spec
+from megarl.models.lora import engine_maps
 from megarl.remote import remote
+from megarl.rollout.adapter_buffers import adapter_request, adapter_settings
 from megarl.rollout.completions import (
     PendingChunk,
     PickRequest,
@@ -29,6 +30,7 @@ from megarl.rollout.completions import (
 )
 from megarl.rollout.drafts import DraftCounts, draft_counts, draft_settings
 from megarl.rollout.engine_memory import BLOCK_TOKENS, cache_bytes, most_sequences
+from megarl.rollout.engine_options import EngineOptions
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.kept_sets import kept_sets, with_sampling_mask
 from megarl.rollout.requests import Requests, Turns, generation_params, scoring_params, stop_token_ids
@@ -54,34 +56,6 @@ if TYPE_CHECKING:
 _START_MEMORY = 0.01
 """Part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size; its default
 does not allow a trainer on the device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """What a run decides for its engines.
-
-    Args:
-        vocab_size: end of the ids that are sampled; at most the config's vocab_size.
-        device: `cuda` or `cpu`.
-        tokenizer: Hugging Face directory, for `rollout.stop`.
-        weights: `sync` starts without weights, `files` with those in the model's directory.
-        device_memory: bytes of which `rollout.gpu_memory_fraction` is a part, and which a cache
-            without a configured size fills; None measures them.
-        besides_cache: the most bytes that a GPU of an engine holds besides the cache while it has that.
-        threads: threads of each process with device cpu.
-        kept_max: most ids, from which a token was sampled, that are recorded; None records none.
-        records_routes: whether responses have the experts of their tokens.
-    """
-
-    vocab_size: int
-    device: str
-    tokenizer: str | None = None
-    weights: Literal["sync", "files"] = "sync"
-    device_memory: int | None = None
-    besides_cache: int = 0
-    threads: int = 1
-    kept_max: int | None = None
-    records_routes: bool = False
 
 
 class RolloutEngine:
@@ -112,7 +86,7 @@ class RolloutEngine:
         self._state = EngineState(
             engine_id,
             sleeps=rollout.sleep,
-            drops=options.weights == "sync",
+            drops=options.drops_weights,
             version=0 if options.weights == "files" else None,
             overlaps=self._inflight,
         )
@@ -189,7 +163,7 @@ class RolloutEngine:
         # Its worker and the model's modules are imported.
         with importing_vllm(options.device), temporary_files_in(self._scratch.name), how_to_do_without_routes():
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches
-        self._requests = Requests(self._llm)
+        self._requests = Requests(self._llm, adapter_request() if options.adapters else None)
         self._call("prepare", self.shard_maps(), options.vocab_size)
         if options.records_routes and cpu:
             self._call("record_routes", self._spec.table.mixtures, self._spec.dims.experts)
@@ -217,11 +191,13 @@ class RolloutEngine:
             settings["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
             # For CPUs with AMX it prefers AMX_MLA (platforms/cpu.py), which takes bfloat16 alone.
             settings["attention_backend"] = "CPU_MLA"
+        if self._options.adapters is not None:
+            settings |= adapter_settings(self._options.adapters, self.shard_maps()[0])
         return settings | draft_settings(self._rollout, self._options.device, loads=loads)
 
     def shard_maps(self) -> list[ShardMap]:
         """Returns the shard map of each tensor-parallel rank, in vLLM's names."""
-        return [self._spec.vllm_map(self._rollout.tp, rank) for rank in range(self._rollout.tp)]
+        return engine_maps(self._spec, self._rollout.tp, self._options.adapters)
 
     @remote(phase="start")
     def connect(self, request: ConnectRequest) -> None:
@@ -414,8 +390,8 @@ class RolloutEngine:
         return self._requests
 
     def _suspend(self) -> None:
-        """Lets vLLM sleep: weights from syncs are dropped, those from files move to host memory."""
-        self._running.sleep(level=2 if self._options.weights == "sync" else 1)
+        """Lets vLLM sleep: weights that the next sync brings are dropped, others move to host memory."""
+        self._running.sleep(level=2 if self._options.drops_weights else 1)
 
     def _commit(self, version: int) -> None:
         """Sets the version, and drops the prefix cache of the previous weights unless responses still use it.

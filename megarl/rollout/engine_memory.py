@@ -6,12 +6,14 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from megarl.config.schema import Rollout
 from megarl.files import format_bytes
 from megarl.models import ModelSpec, model_spec
+from megarl.models.lora import Adapters, engine_adapter_map
+from megarl.rollout.adapter_buffers import largest_rank
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ITEM_BYTES
 
@@ -55,12 +57,26 @@ class EngineRankMemory:
     work: int
 
     @classmethod
-    def of(cls, model: ModelSpec, rollout: Rollout, device: str, device_memory: Callable[[], int]) -> EngineRankMemory:
-        """Returns the memory of an engine's ranks; `device_memory` is called only with a fraction of it."""
+    def of(
+        cls,
+        model: ModelSpec,
+        rollout: Rollout,
+        device: str,
+        device_memory: Callable[[], int],
+        adapters: Adapters | None = None,
+    ) -> EngineRankMemory:
+        """Returns the memory of an engine's ranks; `device_memory` is called only with a fraction of it.
+
+        Args:
+            adapters: those that it applies.
+        """
         dims = model.dims
         item = ITEM_BYTES[model.dtype]
         sizes = _sizes(model, rollout.tp, quantized=rollout.quantization is not None)
         weights = sum(sizes)
+        if adapters is not None:
+            buffers = replace(adapters, rank=largest_rank(adapters.rank))
+            weights += engine_adapter_map(model, buffers, rollout.tp, 0).nbytes
         if rollout.draft_model is not None:
             weights += sum(_sizes(_draft_model(rollout.draft_model), rollout.tp))
         tokens, responses = _TOKENS[device]

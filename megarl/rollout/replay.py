@@ -11,7 +11,8 @@ import numpy as np
 
 from megarl.config.schema import Rollout
 from megarl.rollout.completions import PendingChunk, Response, pack_chunk, version_spans
-from megarl.rollout.engine import EngineOptions, RolloutEngine
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine_options import EngineOptions
 from megarl.rollout.requests import sampling_settings
 from megarl.types import RolloutChunk, SampleRequest, WorkItem
 

@@ -16,6 +16,7 @@ from megarl.weights.hf_files import read_config
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     from megarl.config.schema import Rollout as RolloutConfig
 
@@ -109,10 +110,15 @@ def scoring_params() -> SamplingParams:
 
 
 class Requests:
-    """The requests of a vLLM engine, which has no others, by number; no number is used twice."""
+    """The requests of a vLLM engine, which has no others, by number; no number is used twice.
 
-    def __init__(self, llm: LLMEngine) -> None:
+    Args:
+        adapter: adapter of all of them.
+    """
+
+    def __init__(self, llm: LLMEngine, adapter: LoRARequest | None = None) -> None:
         self._llm = llm
+        self._adapter = adapter
         self._numbers = itertools.count()
         self._open: dict[int, tuple[Sequence[int], SamplingParams, Callable[[RequestOutput], None]]] = {}
 
@@ -134,7 +140,7 @@ class Requests:
         """
         number = next(self._numbers)
         prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": salt}
-        self._llm.add_request(str(number), cast(Any, prompt), params)
+        self._llm.add_request(str(number), cast(Any, prompt), params, lora_request=self._adapter)
         self._open[number] = (token_ids, params, done)
 
     def step(self) -> None:

@@ -23,7 +23,9 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from megarl.models.lora import ADAPTER
 from megarl.resharding import Connection, Receiver, SyncError, SyncSpec, SyncStats, connect
+from megarl.rollout.adapter_buffers import activate_adapter, adapter_buffer
 from megarl.rollout.decoder_loader import DecoderLoader as DecoderLoader  # registered for vLLM
 from megarl.rollout.draft_checks import mend_draft_checks
 from megarl.rollout.routes import RouteRecorder
@@ -31,13 +33,16 @@ from megarl.rollout.vllm_layers import Layer, running_layer
 from megarl.stacks import answer_as_child
 from megarl.weights.shard_map import Box, ShardMap, TensorInfo
 
+_BELOW_ADAPTER = ".base_layer"
+"""The end of the paths of layers around which vLLM puts a layer with adapters."""
+
 
 @dataclass(kw_only=True)
 class _Parameter:
     """A parameter, possibly of tied layers."""
 
     info: TensorInfo
-    live: nn.Parameter | None
+    live: torch.Tensor | None
     owners: list[tuple[Layer, str]] = field(default_factory=list)
 
 
@@ -53,7 +58,12 @@ class EngineWeights:
         peak_bytes: maximum bytes that waited for the rest of a layer or a parameter since `begin`.
     """
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: ModelConfig,
+        adapters: Mapping[str, TensorInfo],
+    ) -> None:
         self._parameters: dict[str, _Parameter] = {}
         self._layers: list[Layer] = []
         names: dict[int, str] = {}
@@ -78,14 +88,25 @@ class EngineWeights:
             self._layers.append(layer)
             for attribute, info in layer.infos.items():
                 parameter = getattr(module, attribute)
-                name = names.setdefault(id(parameter), f"{path}.{attribute}")
+                name = names.setdefault(
+                    id(parameter),
+                    f"{path.removesuffix(_BELOW_ADAPTER)}.{attribute}",
+                )
                 live = parameter if attribute in layer.in_place else None
                 known = self._parameters.setdefault(name, _Parameter(info=info, live=live))
                 known.owners.append((layer, attribute))
+        for name, info in adapters.items():
+            buffer = adapter_buffer(model, name, info.shape)
+            dtype = str(buffer.dtype).removeprefix("torch.")
+            self._parameters[name] = _Parameter(info=TensorInfo(tuple(buffer.shape), dtype), live=buffer)
         self.begin()
 
-    def check(self, expected: Mapping[str, TensorInfo]) -> None:
-        """Compares a sync's parameters with the model's; raises ValueError with every difference."""
+    def check(self, expected: Mapping[str, TensorInfo], *, whole: bool = True) -> None:
+        """Compares a sync's parameters with the model's; raises ValueError with every difference.
+
+        Args:
+            whole: whether the sync must bring all of them.
+        """
         problems: list[str] = []
         for name, info in expected.items():
             if name not in self._parameters:
@@ -95,7 +116,7 @@ class EngineWeights:
             if found != info:
                 problems.append(f"{name}: {found} in vLLM's model, {info} in the shard map")
         for name in self._parameters:
-            if name not in expected:
+            if whole and name not in expected:
                 problems.append(f"{name}: not in the shard map")
         if problems:
             lines = ["the shard map does not describe this vLLM model:", *problems]
@@ -193,8 +214,12 @@ class ShardReceiver:
         self.consistent = True
         self._device: torch.device = worker.device
         self._tp_rank = get_tensor_model_parallel_rank()
-        self._weights = EngineWeights(model, worker.model_config)
-        self._weights.check(shard_maps[self._tp_rank].params)
+        expected = shard_maps[self._tp_rank].params
+        adapters = {name: info for name, info in expected.items() if ADAPTER in name}
+        if adapters:
+            activate_adapter(worker.model_runner.lora_manager)
+        self._weights = EngineWeights(model, worker.model_config, adapters)
+        self._weights.check(expected)
         self._connection: Connection | None = None
         self._receiver: Receiver | None = None
 
@@ -215,7 +240,8 @@ class ShardReceiver:
         """
         self.shutdown()
         rank = ranks[self._tp_rank]
-        self._weights.check(sync.recv_buffers[rank].params)
+        received = sync.recv_buffers[rank].params
+        self._weights.check(received, whole=not all(ADAPTER in name for name in received))
         self._connection = connect(sync, rank, self._device)
         self._receiver = Receiver(self._connection, self._weights.write, version=version)
 

@@ -30,6 +30,7 @@ from megarl.run.resume import (
     run_dir_error,
 )
 from megarl.run.timers import process_age
+from megarl.weights.peft_files import adapter_export
 
 
 class RunDirectory(RunPaths):
@@ -70,9 +71,10 @@ class RunDirectory(RunPaths):
             old = self.config.read_text(encoding="utf-8")
             write_durably(self.path / f"config.until-step-{self.step}.yaml", old)
         self.summary.unlink(missing_ok=True)
-        for export in (self.export, ema_export(self.export)):
-            if export.exists():
-                shutil.rmtree(export)
+        for model in (self.export, ema_export(self.export)):
+            for export in (model, adapter_export(model)):
+                if export.exists():
+                    shutil.rmtree(export)
         last = -1 if self.latest is None else self.step
         for path in self.line_files:
             truncate_lines(path, lambda line: line["step"] <= last)

@@ -1,4 +1,6 @@
-"""Digests of the weights of frozen roles, which a resume loads again from directories that may have changed.
+"""Digests of the weights of frozen roles and of those below adapters.
+
+A resume loads them again from directories that may have changed.
 
 The digests cover config.json and each safetensors file: all of a file up to 16 MiB; of a larger one
 its size, its header and 256 blocks of 64 KiB at even distances, which is enough to notice one more
@@ -59,7 +61,8 @@ def _directories(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
     placed = set[RoleName]()
     for group in config.groups.values():
         placed.update(group.roles)
-    for role in sorted(placed.difference(config.saved)):
+    adapted = {role for role in config.trained if config.lora(role) is not None}
+    for role in sorted(placed.difference(config.saved) | (placed & adapted)):
         if role == "reference" and config.teachers:
             for teacher, path in config.teachers.items():
                 yield f"reference.teachers.{teacher}", Path(path)

@@ -38,6 +38,7 @@ from megarl.run.timers import process_age
 from megarl.run.trace import Trace
 from megarl.run.verdict import judge
 from megarl.texts import counted
+from megarl.weights.peft_files import adapter_export
 
 _TABLE_WIDTH = 120
 """Columns of a table outside a terminal."""
@@ -260,7 +261,11 @@ class Reporter:
         parts = [f"{counted(summary.steps, 'step')} in {seconds:.0f} s"]
         if summary.responses.get("unscored"):
             parts.append("{unscored} of {sampled} responses had no score".format(**summary.responses))
-        parts.append(f"the model is in {self._directory.export}")
+        model = self._directory.export
+        if model.exists():
+            parts.append(f"the model is in {model}")
+        else:
+            parts.append(f"the adapters are in {adapter_export(model)}")
         print("; ".join(parts), flush=True)
         if summary.verdict:
             print(summary.verdict, flush=True)

@@ -21,6 +21,9 @@ _STREAM = "the checkpoints have the position in this data"
 _HEAD = "another one changes the meaning of its scores"
 _DATA = ("prompts", "random", "train", "chat_template", "max_tokens", "too_long", "empty", "equal")
 
+_ADAPTERS = "the checkpoints have the adapters"
+_LORA = ("rank", "alpha", "rslora", "targets", "init", "seed", "path")
+
 FIXED: Final[Mapping[str, str]] = {
     **{f"model.{field}": _WEIGHTS for field in ("path", "random", "vocab_size", "tokenizer")},
     "run.seed": "the order of the data and the seeds of the samples depend on it",
@@ -30,6 +33,7 @@ FIXED: Final[Mapping[str, str]] = {
     **{f"reward.{field}": _HEAD for field in ("path", "head_std", "head_seed")},
     **{f"reference.{field}": "the run learns from it" for field in ("path", "teachers", "column")},
     "normalisation.before": "it scales the head before the first step",
+    **{f"{role}.lora.{field}": _ADAPTERS for role in ("actor", "critic", "reward") for field in _LORA},
     "actor.ema": "the checkpoints have the moving average",
     "algo.kl": "the checkpoints have the state of its controller, and of a reference that follows the actor",
     **{f"ptx.{field}": _STREAM for field in ("data", "max_tokens", "loss_on", "chat_template")},

@@ -11,20 +11,18 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.files import sync, write_errors
 from megarl.weights.hf_files import DTYPES, FILES_RANK, INDEX_FILE, SINGLE_FILE, HFDirectory
-from megarl.weights.plan import Copy, SenderPlan, TransferPlan
+from megarl.weights.plan import Boxed, Copy, SenderPlan, TransferPlan
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import ITEM_BYTES, ShardMap, TensorInfo
 
-if TYPE_CHECKING:
-    import torch
-
+CONFIG_FILE = "config.json"
 MAX_FILE_BYTES = 5 * 10**9
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 """Files of a checkpoint's directory of what is not text; a directory with a tokenizer alone has none."""
@@ -70,7 +68,7 @@ def export_weights(
     directory: Path,
     tensors: Mapping[str, TensorInfo],
     part: SenderPlan | None,
-    params: Mapping[str, torch.Tensor],
+    params: Mapping[str, Boxed],
     *,
     config: Mapping[str, Any],
     template: str | Path | None,
@@ -78,6 +76,7 @@ def export_weights(
     lead: bool,
     barrier: Callable[[], None],
     max_file_bytes: int = MAX_FILE_BYTES,
+    names: tuple[str, str] = (SINGLE_FILE, CONFIG_FILE),
 ) -> None:
     """Writes this rank's regions of an HF directory; returns on all ranks when it is complete.
 
@@ -94,6 +93,7 @@ def export_weights(
             with the files of its processors.
         lead: True on exactly one rank, which creates the files and renames the directory.
         max_file_bytes: size that no file of several tensors exceeds.
+        names: those of the file of weights, where one is enough, and of the file of ``config``.
 
     Raises:
         FileExistsError: the directory exists; on every rank, and nothing is written.
@@ -106,7 +106,7 @@ def export_weights(
     if untrained is not None and untrained[1]:
         source = HFDirectory(untrained[0])
         others = source.matching(untrained[1])
-    files = lay_out({**tensors, **others}, max_file_bytes)
+    files = lay_out({**tensors, **others}, max_file_bytes, names[0])
     if lead:
         create_files(partial, files)
     barrier()
@@ -117,7 +117,7 @@ def export_weights(
     barrier()
     if lead:
         write_index(partial, files)
-        write_json(partial / "config.json", config)
+        write_json(partial / names[1], config)
         if template is not None:
             copy_side_files(Path(template), partial)
         if source is not None:
@@ -176,7 +176,7 @@ def create_files(directory: Path, files: Sequence[SafetensorsFile]) -> None:
 
 
 def _write(
-    directory: Path, files: Sequence[SafetensorsFile], copies: Sequence[Copy], params: Mapping[str, torch.Tensor]
+    directory: Path, files: Sequence[SafetensorsFile], copies: Sequence[Copy], params: Mapping[str, Boxed]
 ) -> None:
     """Writes boxes of local parameters into the files."""
     file_of = _files_by_tensor(files)
@@ -196,11 +196,13 @@ def _write(
         data.flush()
 
 
-def lay_out(tensors: Mapping[str, TensorInfo], max_file_bytes: int = MAX_FILE_BYTES) -> list[SafetensorsFile]:
+def lay_out(
+    tensors: Mapping[str, TensorInfo], max_file_bytes: int = MAX_FILE_BYTES, single: str = SINGLE_FILE
+) -> list[SafetensorsFile]:
     """Returns the files of a directory: tensors in order, in several files where one would be too large."""
     groups = group_tensors(tensors, max_file_bytes)
     if len(groups) == 1:
-        return [_layout(SINGLE_FILE, groups[0])]
+        return [_layout(single, groups[0])]
     files: list[SafetensorsFile] = []
     for number, group in enumerate(groups, start=1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -263,11 +265,11 @@ def _layout(name: str, tensors: Mapping[str, TensorInfo]) -> SafetensorsFile:
     return SafetensorsFile(name=name, tensors=tensors, header=header, offsets=offsets, nbytes=nbytes)
 
 
-def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uint8]:
+def _bytes(copy: Copy, params: Mapping[str, Boxed]) -> npt.NDArray[np.uint8]:
     """Returns a copy's elements as bytes in the target's order and dtype; the last axis counts bytes."""
     import torch
 
-    values = copy.arranged(params[copy.source].detach()[copy.source_box.slices])
+    values = copy.arranged(params[copy.source][copy.source_box.slices])
     # contiguous() keeps odd strides of axes with one element, which a view as bytes refuses.
     fresh = torch.empty(values.shape, dtype=getattr(torch, copy.dtype)).copy_(values)
     return fresh.view(torch.uint8).numpy()

@@ -72,22 +72,29 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 class HFDirectory:
-    """The tensors of a directory with ``model.safetensors``, or an index and several files; reads headers only."""
+    """The tensors of a directory with ``model.safetensors``, or an index and several files; reads headers only.
 
-    def __init__(self, directory: str | Path) -> None:
+    Args:
+        single: name of the file, if it is the only one.
+    """
+
+    def __init__(self, directory: str | Path, single: str = SINGLE_FILE) -> None:
         self.path = Path(directory)
         self.file_of: dict[str, Path] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        single = self.path / SINGLE_FILE
+        only = self.path / single
         index_file = self.path / INDEX_FILE
         index: dict[str, Path] = {}
-        if index_file.is_file():
+        if single != SINGLE_FILE:
+            if not only.is_file():
+                raise CheckpointError(f"{self.path} has no {single}")
+        elif index_file.is_file():
             index = {name: self.path / file for name, file in read_weight_map(index_file).items()}
-        elif not single.is_file():
+        elif not only.is_file():
             missing = f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
             raise CheckpointError(f"{missing} (pickle files are not read)")
         problems: list[str] = []
-        for file in sorted(set(index.values())) or [single]:
+        for file in sorted(set(index.values())) or [only]:
             try:
                 held = _header(file)
             except CheckpointError as error:
@@ -103,8 +110,8 @@ class HFDirectory:
                     problems.append(f"{file.name} lacks {name}")
         if problems:
             raise CheckpointError(f"{self.path} cannot be read", problems)
-        if index and single.is_file() and set(index.values()) != {single}:
-            places = f"in {single.name}, which transformers reads, and in the files of {INDEX_FILE}"
+        if index and only.is_file() and set(index.values()) != {only}:
+            places = f"in {only.name}, which transformers reads, and in the files of {INDEX_FILE}"
             problem = f"{self.path} has its weights twice, {places}, which MegaRL and vLLM read"
             raise CheckpointError(f"{problem}; remove one of the two")
 
@@ -219,16 +226,19 @@ def untied(
     return problems
 
 
-def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+def load_shard(
+    shard_map: ShardMap, directory: str | Path, manifest: Manifest, single: str = SINGLE_FILE
+) -> dict[str, torch.Tensor]:
     """Reads a holder's local parameters, and nothing else, from an HF directory.
 
     Args:
         shard_map: map of the holder; tensors get its dtypes, and zeros as padding.
         manifest: tensors to read; parameters of others are omitted.
+        single: see ``HFDirectory``.
     """
     import torch
 
-    source = HFDirectory(directory)
+    source = HFDirectory(directory, single)
     source.check(manifest)
     dropped = {shard.param for shard in shard_map.shards if shard.name not in manifest.tensors}
     wanted = ShardMap(

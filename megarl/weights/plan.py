@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from megarl.weights.shard_map import ITEM_BYTES, Box, TensorInfo
+
+
+class Boxed(Protocol):
+    """Values that are read box by box: a tensor, or what is computed for a box."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, box: Any, /) -> Any: ...
 
 
 class Copy(NamedTuple):

@@ -220,6 +220,24 @@ class ShardMap:
             shards.append(Shard(name, box, canonical(name), box))
         return cls(params=dict(tensors), shards=tuple(shards))
 
+    def of_tensor(self, name: str) -> ShardMap:
+        """Returns the map of the parameters that hold a canonical tensor, and no other."""
+        shards = tuple(shard for shard in self.shards if shard.name == name)
+        return ShardMap(params={shard.param: self.params[shard.param] for shard in shards}, shards=shards)
+
+    def joined(self, other: ShardMap) -> ShardMap:
+        """Returns the map of a holder that also has another map's parameters."""
+        return ShardMap(
+            params={**self.params, **other.params},
+            shards=(*self.shards, *other.shards),
+            padding=(*self.padding, *other.padding),
+        )
+
+    def renamed(self, prefix: str) -> ShardMap:
+        """Returns the map with canonical names after a prefix."""
+        shards = tuple(shard._replace(name=prefix + shard.name) for shard in self.shards)
+        return ShardMap(params=self.params, shards=shards, padding=self.padding)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all local parameters, padding included."""

@@ -17,7 +17,8 @@ import numpy as np
 from megarl.errors import RunError
 from megarl.remote import remote
 from megarl.rollout.completions import Response, pack_chunk
-from megarl.rollout.engine import EngineOptions, RolloutEngine
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine_options import EngineOptions
 from megarl.types import RolloutChunk, SampleInfo, VersionSpan, WorkItem
 
 

@@ -17,6 +17,8 @@ NO_REWARD = without("train", ["reward"])
 ANCHORED = "algo.policy_loss=tests.own_functions:anchored"
 """A policy loss that reads the reference's log-probabilities and the critic's values."""
 
+SHARED = ["actor.lora.rank=4", f"{REFERENCE}={{tp: 2, pp: 2}}", "critic={shares_base: true, lora: {rank: 2}}"]
+
 ALGORITHMS: Cases = {
     algorithm_rules.advantages_have_their_critic: [
         (NO_CRITIC, "algo.advantage", "role critic"),
@@ -81,6 +83,39 @@ ALGORITHMS: Cases = {
         (
             [*NO_REFERENCE, *SPARE, "algo.kl.reference_sync.every=2", "groups.spare.roles.reference={}"],
             "in the group of the actor",
+        ),
+    ],
+    algorithm_rules.references_are_the_actor_without_adapters: [
+        (["actor.lora.rank=4"], f"{REFERENCE}.pp", "2 as of the actor with actor.lora"),
+        (
+            ["actor.lora.rank=4", f"{REFERENCE}={{tp: 2, pp: 2}}", "algo.kl.reference_sync.every=2"],
+            "algo.kl.reference_sync",
+            "null with actor.lora",
+        ),
+    ],
+    algorithm_rules.critics_share_frozen_weights: [
+        (["critic.shares_base=true"], "critic.shares_base", "false without actor.lora and critic.lora"),
+        (
+            [*SHARED, "critic.path=x", "groups.train.roles.critic={tp: 2, pp: 2}"],
+            "critic.shares_base",
+            "false with critic.path",
+        ),
+        (
+            [*SHARED, "groups.train.roles.critic={tp: 2, pp: 1}"],
+            "groups.train.roles.critic.pp",
+            "2 as of the actor with critic.shares_base",
+        ),
+    ],
+    rollout_rules.separate_adapters_are_on_weights_as_they_are: [
+        (
+            [
+                "actor.lora.rank=4",
+                f"{REFERENCE}={{tp: 2, pp: 2}}",
+                "resharding.adapters=separate",
+                "rollout.quantization=fp8_per_channel",
+            ],
+            "rollout.quantization",
+            "null with resharding.adapters = separate",
         ),
     ],
     algorithm_rules.bounds_are_in_order: [

@@ -56,6 +56,9 @@ REWARD_MODEL: Cases = {
     data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=65"], f"{REWARD}.tokens_per_micro_batch", "twice data.max_tokens, for a pair, = 130")
     ],
+    reward_model_config.reward_models_are_exported: [
+        (["reward.lora={rank: 4, merge: false}"], "reward.lora.merge", "belongs to a whole model"),
+    ],
     reward_model_config.reference_samples_have_engines: [
         (["rollout=null"], "normalisation", "needs the section rollout"),
         (["normalisation=null"], "rollout", "normalisation alone"),

@@ -17,18 +17,21 @@ FILES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
 TINY = ROOT / "configs/debug/base.yaml"
 
 
+ROWS = {"dpo": "pairs.jsonl", "sft": "demonstrations.jsonl"}
+
+
 def stage_of(recipe: Path) -> str:
     return yaml.safe_load(recipe.read_text())["stage"]
 
 
-def given_for_preferences(recipe: Path, place: Path) -> dict[str, Any]:
-    """What a user adds to a recipe of stage dpo, with the roles that it names."""
+def given_for_rows(recipe: Path, place: Path) -> dict[str, Any]:
+    """What a user adds to a recipe of stage dpo or sft, with the roles that it names."""
     (named,) = re.findall(r"groups \((.*?)\)", recipe.read_text())
     return {
         "defaults": [str(TINY), str(recipe)],
         "run": {"dir": str(place / "run"), "steps": 100},
         "groups": {"train": {"devices": 0, "roles": {role: {} for role in named.split(", ")}}},
-        "data": {"train": str(ROOT / "configs/debug/data/pairs.jsonl"), "max_tokens": 64},
+        "data": {"train": str(ROOT / "configs/debug/data" / ROWS[stage_of(recipe)]), "max_tokens": 64},
     }
 
 
@@ -57,7 +60,7 @@ def given(recipe: Path, place: Path) -> dict[str, Any]:
 def test_a_recipe_requires_exactly_the_fields_that_it_lists(recipe: Path, tmp_path: Path) -> None:
     model = yaml.safe_load(TINY.read_text())["model"]["random"]["config"]
     (tmp_path / "config.json").write_text(json.dumps(model))
-    adds = given if stage_of(recipe) == "ppo" else given_for_preferences
+    adds = given if stage_of(recipe) == "ppo" else given_for_rows
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(adds(recipe, tmp_path)))
     assert load(tmp_path / "mine.yaml").stage == stage_of(recipe)
 

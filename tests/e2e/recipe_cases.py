@@ -257,6 +257,20 @@ CASES: dict[str, Case] = {
             policy=policy.reinforce,
         ),
     ),
+    "grpo_lora": Case(
+        reference=True,
+        adapters=True,
+        mini_batches=1,
+        settings=Settings(
+            actor=USUAL,
+            kl_coef=0.04,
+            kl_estimate=kl.k3,
+            kl_in_loss=True,
+            compare=GRPO,
+            policy=CLIPPED,
+            aggregate=aggregation.sequence_mean,
+        ),
+    ),
     "grpo": Case(
         reference=True,
         mini_batches=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -24,10 +25,13 @@ from torch import Tensor, nn
 from megarl.data.prompts import random_prompts
 from megarl.data.schedule import mini_batch_members
 from megarl.data.stream import Stream
+from megarl.models import model_spec
+from megarl.models.lora import Adapters
 from megarl.types import SampleInfo
 from tests.e2e.runs import ROOT
-from tests.megatron.tiny import save_model
+from tests.megatron.tiny import peft_state, save_adapters, save_model
 from tests.oracle import models, ppo, scores, supervised
+from tests.oracle.merged import Merged
 from tests.oracle.models import Sample
 from tests.random_models import place_random_model
 
@@ -59,6 +63,7 @@ MODEL = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
+ADAPTERS = Adapters(rank=4, scale=8.0)
 TEACHER = {"vocab_size": 200, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
@@ -81,6 +86,7 @@ class Case:
         mixes: whether ``TEXTS`` are mixed in.
         average: whether the average of the actor is exported.
         truncation: the token that ends what is scored, and the index from which on it does.
+        adapters: whether adapters are trained, from random ones of rank 4.
         select: the samples that are learned as demonstrations, None for a policy gradient.
         recipe: name of its file, where that is not the case's.
     """
@@ -102,6 +108,7 @@ class Case:
     mixes: bool = False
     average: bool = False
     truncation: tuple[int, int] | None = None
+    adapters: bool = False
     select: Callable[[Sequence[Sample]], list[Sample]] | None = None
     recipe: str | None = None
 
@@ -116,6 +123,10 @@ def prepare(name: str, case: Case, directory: Path) -> None:
         rows = [json.dumps({"prompt_ids": ids[:1], "response_ids": ids[1:]}) for ids in TEXTS]
         (directory / "texts.jsonl").write_text("\n".join(rows) + "\n")
     overlay = _merged(_sizes(case.recipe or name, case, directory), case.changes)
+    if case.adapters:
+        spec = model_spec(MODEL)
+        save_adapters(spec, ADAPTERS, directory / "adapters")
+        overlay["actor"]["lora"] = {"rank": ADAPTERS.rank, "path": str(directory / "adapters")}
     (directory / "run.yaml").write_text(yaml.safe_dump(overlay))
     place_random_model(directory / "run.yaml")
 
@@ -256,7 +267,10 @@ def naive(case: Case, directory: Path) -> Expected:
     settings = replace(own, actor=replace(own.actor, eps=EPS), critic=own.critic and replace(own.critic, eps=EPS))
     config = json.loads((directory / "run/model/config.json").read_text())
     state = load_file(directory / "run/model/model.safetensors")
-    actor = models.causal_lm(config, state)
+    reference = actor = models.causal_lm(config, state)
+    if case.adapters:
+        state = peft_state(directory / "adapters")
+        actor = Merged(copy.deepcopy(reference), state, ADAPTERS.scale)
     answered = [recorded(directory / "recorded", step, case) for step in range(1, STEPS + 1)]
     samples = [learned(own, case) for own in answered]
     if case.select is not None:
@@ -287,7 +301,6 @@ def naive(case: Case, directory: Path) -> Expected:
         )
         for step, own in enumerate(samples, 1)
     ]
-    reference = actor
     if case.teacher:
         of_teacher = {**json.loads((directory / "teacher/config.json").read_text()), "vocab_size": MODEL["vocab_size"]}
         weights = load_file(directory / "teacher/model.safetensors")

@@ -52,6 +52,8 @@ MIXTURE = [
     "data.random={count: 4, min_tokens: 40, max_tokens: 70}",
 ]
 """Its tokens go to recorded experts, which soon are not its own choice; every step repeats prompts that fill blocks."""
+ADAPTERS = ["actor.lora.rank=4", "resharding.adapters=separate", "actor.optimizer.lr=1e-2"]
+"""Engines have the weights once, and a replaced one gets them, too."""
 TIMES = (*runs.TIMES, "rollout/engine", "rollout/queue_depth")
 
 
@@ -111,7 +113,14 @@ def assert_traced(directory: Path) -> None:
     assert both > 0, "the engine generates during an update; for how long depends on the machine"
 
 
-@pytest.mark.parametrize(("model", "staleness"), [(MIXTURE, 1), pytest.param([], 2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("model", "staleness"),
+    [
+        pytest.param(MIXTURE, 1, id="mixture"),
+        pytest.param(ADAPTERS, 1, id="adapters"),
+        pytest.param([], 2, id="staleness 2", marks=pytest.mark.matrix),
+    ],
+)
 def test_an_exact_run_is_the_same_with_a_second_engine_a_killed_engine_and_a_killed_driver(
     tmp_path: Path, model: list[str], staleness: int
 ) -> None:
@@ -121,7 +130,9 @@ def test_an_exact_run_is_the_same_with_a_second_engine_a_killed_engine_and_a_kil
     one.assert_succeeded()
     told = metrics(straight)
     assert [line["staleness/max"] for line in told] == [min(step, staleness) for step in range(STEPS)]
-    assert all(line["policy/rerouted"] > 0.1 for line in told if model), "the trainer chooses as the engines did"
+    assert all(line["policy/rerouted"] > 0.1 for line in told if model is MIXTURE), (
+        "the trainer chooses as the engines did"
+    )
     assert_traced(straight)
 
     settings = [*shared, "rollout.devices=1-2", "rollout.max_replacements=1"]
@@ -139,7 +150,11 @@ def test_an_exact_run_is_the_same_with_a_second_engine_a_killed_engine_and_a_kil
     resumed.assert_succeeded()
     assert metrics(broken) == told
     assert {attempt for attempt, _ in trace(broken)} == {1, 2}
-    assert (broken / "export/model.safetensors").read_bytes() == (straight / "export/model.safetensors").read_bytes()
+    files = ["export/model.safetensors"]
+    if model is ADAPTERS:
+        files.append("export-adapter/adapter_model.safetensors")
+    for file in files:
+        assert (broken / file).read_bytes() == (straight / file).read_bytes()
 
 
 @pytest.mark.matrix
@@ -174,6 +189,7 @@ def test_an_engine_that_stops_in_flight_is_replaced(tmp_path: Path) -> None:
     "engines",
     [
         pytest.param(["rollout.devices=1"], id="one"),
+        pytest.param(["rollout.devices=1", *ADAPTERS], id="adapters"),
         pytest.param(["rollout.devices=1-2", "rollout.rolling_update=true"], id="rolling", marks=pytest.mark.matrix),
     ],
 )

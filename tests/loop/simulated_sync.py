@@ -126,19 +126,23 @@ class Trainers:
 
 
 class Planner:
-    """Plans nothing; a connection's name is used once."""
+    """Plans nothing; a connection's name is used once. Some runs send the weights once, and then adapters alone."""
 
     tp = 1
 
     def __init__(self, clock: SimulatedTime, chance: random.Random) -> None:
         self._clock, self._chance = clock, chance
         self._names: set[str] = set()
+        self.sends_once = chance.random() < 0.5
+        self._sent: set[int] = set()
 
     def plan(self, engines: Sequence[int]) -> None:
         pass
 
-    def spec(self, engines: Sequence[int], name: str) -> Any:
+    def spec(self, engines: Sequence[int], name: str, *, adapters_only: bool) -> Any:
         assert engines
+        assert not adapters_only or (self.sends_once and self._sent.issuperset(engines))
+        self._sent.update(engines)
         assert name not in self._names
         self._names.add(name)
         meeting = Meeting(self._clock, self._chance, 1 + len(engines))

@@ -19,7 +19,7 @@ from megarl.loop.sampler import Sampled
 from megarl.loop.skipped_steps import SkippedBatches, SkippedSteps, write_rollouts, write_rows
 from megarl.loop.train import UnscoredSteps
 from megarl.rollout.completions import Response, pack_chunk
-from megarl.rollout.engine import EngineOptions
+from megarl.rollout.engine_options import EngineOptions
 from megarl.rollout.replay import ReplayingEngine, recorded_steps
 from megarl.run.paths import RunPaths
 from megarl.run.results import StepResult

@@ -95,13 +95,14 @@ def reductions_over(group: Any = None) -> list[Any]:
 
 
 def weights_of(role: Any) -> dict[str, torch.Tensor]:
-    """Copies of a rank's parameters."""
-    return {name: parameter.detach().clone() for name, parameter in role.model.parameters().items()}
+    """Copies of a rank's parameters, with those of adapters."""
+    parameters = {**role.model.parameters(), **role.model.adapters()}
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def shards_of(role: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, Any, torch.Tensor]]:
     """The parts of HF's tensors that tensors of the parameters' shapes hold: name, region and values."""
-    parts = [(shard, tensors[shard.param][shard.box.slices]) for shard in role.shard_map.shards]
+    parts = [(shard, tensors[shard.param][shard.box.slices]) for shard in role.saved_map(role.rank).shards]
     return [(shard.name, shard.region.slices, part.mT if shard.transposed else part) for shard, part in parts]
 
 
@@ -124,11 +125,21 @@ def check(
         steps, model: of the oracle.
         start: the weights before the update, by HF name.
     """
-    for rank in ranks:
-        _check_steps(rank, steps)
     with TemporaryDirectory() as stored:
         model.save_pretrained(stored)  # in memory, the experts of a layer are one tensor
-        _check_weights(ranks[0]["name"], [rank["shards"] for rank in ranks], state_of(Path(stored)), start)
+        check_against(ranks, steps, state_of(Path(stored)), start)
+
+
+def check_against(
+    ranks: list[dict[str, Any]],
+    steps: list[ppo.Step],
+    weights: dict[str, torch.Tensor],
+    start: dict[str, torch.Tensor],
+) -> None:
+    """The same, with the oracle's weights after the update."""
+    for rank in ranks:
+        _check_steps(rank, steps)
+    _check_weights(ranks[0]["name"], [rank["shards"] for rank in ranks], weights, start)
 
 
 def _check_steps(found: dict[str, Any], steps: list[ppo.Step]) -> None:

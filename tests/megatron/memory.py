@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.process_usage import take_peak_memory
-from megarl.config.schema import Optimizer
+from megarl.config.schema import LoRA, Optimizer
 from megarl.config.schema.loss_specs import TextSpec
 from megarl.data.packing import pack_shape
 from megarl.data.schedule import step_schedule
@@ -29,7 +29,7 @@ from megarl.megatron.state import plan_save
 from megarl.megatron.supervised_losses import text_loss
 from megarl.models import model_spec
 from megarl.preflight.role_memory import RoleMemory, role_memory
-from megarl.role_specs import RoleSpec, TrainingSpec
+from megarl.role_specs import RoleSpec, TrainingSpec, adapters_of
 from megarl.types import Layout, PackRow
 from tests.megatron.samples import random_chunks
 
@@ -51,11 +51,12 @@ def plan_of(
     recompute: Any = "none",
     device: str = "cpu",
     fused: bool = False,
+    lora: LoRA | None = None,
 ) -> RoleMemory:
     """The plan of an actor in training."""
     optimizer = Optimizer(lr=1e-3)
     training = TrainingSpec(
-        optimizer=optimizer, total_steps=2, steps_together=1, ema_decay=None, loss=TextSpec(stage="sft")
+        optimizer=optimizer, total_steps=2, steps_together=1, ema_decay=None, loss=TextSpec(stage="sft"), lora=lora
     )
     spec = RoleSpec(
         name="actor",
@@ -76,10 +77,17 @@ def plan_of(
 
 
 def make_actor(
-    config: dict[str, Any], layout: Layout, rank: int, recompute: Any = "none", *, fused: bool = False
+    config: dict[str, Any],
+    layout: Layout,
+    rank: int,
+    recompute: Any = "none",
+    *,
+    fused: bool = False,
+    lora: LoRA | None = None,
 ) -> Any:
     spec = model_spec(config)
     make: dict[str, Any] = {"trainable": True, "recompute": recompute, "fused": fused}
+    make["adapters"] = None if lora is None else adapters_of(lora)
     make["layers"] = "local"  # whose activations the plan counts
     actor = ModelEngine("actor", spec, layout, rank, GroupCache(), **make)
     dtype = getattr(torch, spec.dtype)
@@ -98,22 +106,22 @@ class _KernelNorm(torch.autograd.Function):
 
 
 def kept_by_layers(
-    rank: int, config: dict[str, Any], layers: str, layout: Layout, recompute: Any, tokens: int, fused: bool
+    rank: int, config: dict[str, Any], layers: str, layout: Layout, recompute: Any, tokens: int, fused: bool, lora: Any
 ) -> list[tuple[int, int]]:
     """Bytes that the backward pass keeps of a pack and those of the plan, with two layers and with three."""
     with mock.patch.object(FusedRMSNorm, "forward", lambda norm, x: _KernelNorm.apply(x, norm.weight, norm.eps)):
-        return _kept_by_layers(rank, config, layers, layout, recompute, tokens, fused)
+        return _kept_by_layers(rank, config, layers, layout, recompute, tokens, fused, lora)
 
 
 def _kept_by_layers(
-    rank: int, config: dict[str, Any], layers: str, layout: Layout, recompute: Any, tokens: int, fused: bool
+    rank: int, config: dict[str, Any], layers: str, layout: Layout, recompute: Any, tokens: int, fused: bool, lora: Any
 ) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for count in (2, 3):
         sized = {**config, layers: count}
         if config.get("layer_types"):
             sized["layer_types"] = config["layer_types"][:count]
-        actor = make_actor(sized, layout, rank, recompute, fused=fused)
+        actor = make_actor(sized, layout, rank, recompute, fused=fused, lora=lora)
         (chunk,) = actor.model.chunks
         own = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
         kept: dict[int, torch.UntypedStorage] = {}
@@ -132,7 +140,7 @@ def _kept_by_layers(
         found.append(
             (
                 sum(storage.nbytes() for storage in kept.values()),
-                plan_of(sized, tokens, layout, recompute, fused=fused).update[0],
+                plan_of(sized, tokens, layout, recompute, fused=fused, lora=lora).update[0],
             )
         )
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from megarl.data.training_texts import TrainingText
 from megarl.megatron.supervised_losses import DirectPreferenceLoss, PreferenceLoss, text_loss
 from megarl.types import Layout, SampleInfo, TextChunk
 from tests.megatron.compare import adam_of, check, samples_of, state_of, trained
-from tests.megatron.tiny import load_role, random_head
+from tests.megatron.tiny import load_role, local_parts, random_head
 from tests.oracle import models, ppo, supervised
 
 SETTINGS = Optimizer(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0)
@@ -110,13 +111,23 @@ def make_loss(role: Any, loss: str, chunks: Any) -> Any:
     return partial(text_loss, role)
 
 
-def two_steps(rank: int, directory: Path, loss: str, layout: Layout, budget: int) -> Outcome:
-    """The loss before the first step, by a forward pass alone; and both steps."""
+def two_steps(
+    rank: int, directory: Path, loss: str, layout: Layout, budget: int, adapters: Any = None, recompute: str = "none"
+) -> Outcome:
+    """The loss before the first step, by a forward pass alone; and both steps.
+
+    Args:
+        adapters: the ``Adapters`` and their canonical tensors.
+    """
     if loss in PREFERENCES:
         name, head, responses = "reward", random_head(directory), PREFERENCES[loss][0]
     else:
         name, head, responses = "actor", None, 2 if loss in DIRECT and loss != "kto" else 1
-    role = load_role(directory, name, layout, rank, trainable=True, head=head)
+    role = load_role(
+        directory, name, layout, rank, trainable=True, head=head, recompute=recompute, adapters=adapters and adapters[0]
+    )
+    if adapters is not None:
+        role.load_adapters(local_parts(role.saved_map(rank), adapters[1]))
     role.start_training(SETTINGS, total_steps=2)
     before, steps = None, []
     for samples, chunks in batches(1 if loss == "kto" else max(responses, 2)):
@@ -129,8 +140,12 @@ def two_steps(rank: int, directory: Path, loss: str, layout: Layout, budget: int
     return before, trained(role, steps)
 
 
-def naive_steps(directory: Path, loss: str) -> Naive:
-    """The same of a model in a directory by the naive program; with ``all tokens``, the first is the prompt."""
+def naive_steps(directory: Path, loss: str, changed: Callable[[Any], Any] = lambda model: model) -> Naive:
+    """The same of a model in a directory by the naive program; with ``all tokens``, the first is the prompt.
+
+    Args:
+        changed: what is done to the model before the first step.
+    """
     config = json.loads((directory / "config.json").read_text())
     if loss == "kto":
         return naive_kto(directory)
@@ -154,11 +169,12 @@ def naive_steps(directory: Path, loss: str) -> Naive:
             preferences.append(one)
         steps.append(preferences)
     if naive_loss is None:
-        return supervised.fine_tune(models.causal_lm(config, state_of(directory)), steps, adam_of(SETTINGS))
+        actor = changed(models.causal_lm(config, state_of(directory)))
+        return supervised.fine_tune(actor, steps, adam_of(SETTINGS))
     if loss in DIRECT:
-        actor = models.causal_lm(config, state_of(directory))
+        actor = changed(models.causal_lm(config, state_of(directory)))
         return supervised.train_directly(actor, steps, adam_of(SETTINGS), naive_loss)
-    reward = models.headed_model(config, headed_state(directory))
+    reward = changed(models.headed_model(config, headed_state(directory)))
     return supervised.train_reward(reward, steps, adam_of(SETTINGS), naive_loss)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megarl.config.schema import LoRA
 from megarl.types import Layout
 from tests.megatron.families import YARN
 from tests.megatron.memory import assert_planned, kept_by_layers, peaks, plan_of
@@ -14,6 +15,7 @@ from tests.megatron.tiny import hf_config
 from tests.pool import RankPool
 
 TOKENS = 512
+ADAPTERS = LoRA(rank=8)
 SPLIT = Layout(tp=2, sequence_parallel=True)
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SHARED = {
@@ -71,28 +73,35 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("kind", "dtype", "layout", "recompute"),
+    ("kind", "dtype", "layout", "recompute", "lora"),
     [
-        *((kind, dtype, Layout(), "none") for kind in KINDS for dtype in ("float32", "bfloat16")),
-        *((kind, "bfloat16", Layout(), "selective") for kind in KINDS),
-        *(("qwen2", "float32", Layout(), recompute) for recompute in ("selective", "full")),
-        ("qwen2", "bfloat16", Layout(tp=2), "none"),
-        ("latent_queries", "bfloat16", SPLIT, "none"),
-        ("qwen3", "float32", SPLIT, "none"),
-        ("qwen3", "bfloat16", SPLIT, "selective"),
-        ("qwen3", "bfloat16", SPLIT, "full"),
+        *(
+            ("qwen2", dtype, layout, "none", ADAPTERS)
+            for dtype in ("float32", "bfloat16")
+            for layout in (Layout(), SPLIT)
+        ),
+        ("qwen3", "bfloat16", Layout(), "selective", ADAPTERS),
+        ("shared_experts", "bfloat16", Layout(), "none", ADAPTERS),
+        *((kind, dtype, Layout(), "none", None) for kind in KINDS for dtype in ("float32", "bfloat16")),
+        *((kind, "bfloat16", Layout(), "selective", None) for kind in KINDS),
+        *(("qwen2", "float32", Layout(), recompute, None) for recompute in ("selective", "full")),
+        ("qwen2", "bfloat16", Layout(tp=2), "none", None),
+        ("latent_queries", "bfloat16", SPLIT, "none", None),
+        ("qwen3", "float32", SPLIT, "none", None),
+        ("qwen3", "bfloat16", SPLIT, "selective", None),
+        ("qwen3", "bfloat16", SPLIT, "full", None),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("fused", [False, True], ids=["reference", "fused"])
 def test_kept_activations_are_as_planned(
-    pool: RankPool, kind: str, dtype: str, layout: Layout, recompute: str, fused: bool
+    pool: RankPool, kind: str, dtype: str, layout: Layout, recompute: str, lora: LoRA | None, fused: bool
 ) -> None:
     """Within 1%: lengths of sequences, and what the router keeps of its choices, are not planned."""
     model_type, fields = KINDS[kind]
     config = hf_config(model_type, **fields, dtype=dtype)
     layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
-    found = pool.run(kept_by_layers, config, layers, layout, recompute, TOKENS, fused, world_size=layout.tp)
+    found = pool.run(kept_by_layers, config, layers, layout, recompute, TOKENS, fused, lora, world_size=layout.tp)
     for (two, planned_two), (three, planned_three) in found:
         assert three - two == pytest.approx(planned_three - planned_two, rel=0.01)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +85,69 @@ def load_role(
         head: [1, hidden], the value or score head.
         options: of the engine.
     """
-    import json
-
     from safetensors.torch import load_file
 
     from megarl.megatron.model_engine import ModelEngine
     from megarl.megatron.parallel import GroupCache
-    from megarl.models import model_spec
 
-    spec = model_spec(json.loads((directory / "config.json").read_text()))
+    spec = spec_of(directory)
     whole = load_file(directory / "model.safetensors")
     if head is not None:
         whole["score.weight"] = head
     role = ModelEngine(name, spec, layout, rank, GroupCache() if cache is None else cache, dtype=dtype, **options)
-    local = {param: torch.zeros(info.shape) for param, info in role.shard_map.params.items()}
-    for shard in role.shard_map.shards:
-        values = whole[shard.name][shard.region.slices]
-        local[shard.param][shard.box.slices] = values.mT if shard.transposed else values
-    role.load(local)
+    role.load(local_parts(role.shard_map, whole))
     return role
+
+
+def local_parts(shard_map: Any, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Local parameters, cut from whole tensors by their names."""
+    local = {param: torch.zeros(info.shape) for param, info in shard_map.params.items()}
+    for shard in shard_map.shards:
+        if shard.name in whole:
+            values = whole[shard.name][shard.region.slices]
+            local[shard.param][shard.box.slices] = values.mT if shard.transposed else values
+    return local
+
+
+def spec_of(directory: Path) -> Any:
+    """The specification of a model in a directory."""
+    import json
+
+    from megarl.models import model_spec
+
+    return model_spec(json.loads((directory / "config.json").read_text()))
+
+
+def save_adapters(spec: Any, adapters: Any, at: Path, seed: int = 7) -> dict[str, torch.Tensor]:
+    """Writes random adapters of a model as PEFT does, of which both matrices matter; returns them by canonical name."""
+    import json
+
+    from safetensors.torch import save_file
+
+    from megarl.models.lora import adaptable, adapter_tensors
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, info in adapter_tensors(spec, adapters).items():
+        tensors[name] = 0.1 * torch.randn(info.shape, generator=generator)
+    at.mkdir()
+    save_file(
+        {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, at / "adapter_model.safetensors"
+    )
+    settings = {
+        "peft_type": "LORA",
+        "r": adapters.rank,
+        "lora_alpha": adapters.scale * adapters.rank,
+        "target_modules": sorted(adapters.targets or adaptable(spec)),
+        "fan_in_fan_out": spec.family.model_type == "gpt2",
+    }
+    (at / "adapter_config.json").write_text(json.dumps(settings))
+    return tensors
+
+
+def peft_state(directory: Path) -> dict[str, torch.Tensor]:
+    """The adapters in a directory, by canonical name."""
+    from safetensors.torch import load_file
+
+    stored = load_file(directory / "adapter_model.safetensors")
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in stored.items()}

@@ -12,10 +12,12 @@ import torch
 from megarl.config.schema import Optimizer
 from megarl.data.schedule import update_schedules
 from megarl.megatron.heads import response_logprobs, response_values, row_scores
+from megarl.megatron.lora_layers import initial_adapters
 from megarl.megatron.loss_metrics import LossMetrics
 from megarl.megatron.optimizer import shards
 from megarl.megatron.parallel import GroupCache
 from megarl.megatron.state import plan_save, restore_role
+from megarl.models.lora import adapter_tensors
 from megarl.types import Layout, RoleName
 from tests.megatron.compare import weights_of
 from tests.megatron.samples import random_chunks
@@ -47,7 +49,8 @@ class Snapshot:
 
 def snapshot(role: Any) -> Snapshot:
     """Copies a role's state, asking Megatron's optimizer rather than the code under test."""
-    names = {parameter: name for name, parameter in role.model.parameters().items()}
+    parameters = {**role.model.parameters(), **role.model.adapters()}
+    names = {parameter: name for name, parameter in parameters.items()}
     moments: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
     adam_steps: set[float] = set()
     if role.ema is not None:
@@ -65,7 +68,7 @@ def snapshot(role: Any) -> Snapshot:
         moments=moments,
         adam_steps=adam_steps,
         counters=(role.steps_taken, role.adam_steps),
-        shard_map=role.shard_map,
+        shard_map=role.saved_map(role.rank),
     )
 
 
@@ -127,15 +130,33 @@ def make_roles(
     layouts: Mapping[RoleName, Layout],
     dtype: torch.dtype,
     layers: str = "auto",
+    adapters: Any = None,
 ) -> dict[RoleName, Any]:
-    """Roles in training, in one world; heads are nonzero."""
+    """Roles in training, in one world; heads are nonzero.
+
+    Args:
+        adapters: ``Adapters``, which start with random A.
+    """
     cache = GroupCache()
     roles: dict[RoleName, Any] = {}
     for name, layout in layouts.items():
         head = None if name == "actor" else torch.linspace(-1, 1, 32).view(1, 32).to(dtype)
         roles[name] = load_role(
-            models[name], name, layout, rank, cache, trainable=True, head=head, dtype=dtype, layers=layers
+            models[name],
+            name,
+            layout,
+            rank,
+            cache,
+            trainable=True,
+            head=head,
+            dtype=dtype,
+            layers=layers,
+            adapters=adapters,
         )
+        if adapters is not None:
+            role = roles[name]
+            named = adapter_tensors(role.spec, adapters)
+            role.load_adapters(initial_adapters(role.saved_map(rank), named, gaussian=True, seed=1))
         decay = 0.8 if name == "actor" else None
         roles[name].start_training(Optimizer(**SCHEDULE), total_steps=TOTAL_STEPS, decay=decay)
     return roles

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Rollout
-from megarl.rollout.engine import EngineOptions
+from megarl.rollout.engine_options import EngineOptions
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleRequest
 from tests.rollout import in_process
 from tests.rollout.engine_process import EngineProcess

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import Rollout
-from megarl.rollout.engine import EngineOptions, RolloutEngine
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine_options import EngineOptions
 from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment, vllm_device
 from tests.config.debug import debug
 

@@ -12,8 +12,9 @@ from transformers import Qwen2Config
 from megarl.cluster.process_usage import take_peak_memory
 from megarl.models import model_spec
 from megarl.preflight.memory_plan import DevicePlan
-from megarl.rollout.engine import EngineOptions, RolloutEngine
+from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.engine_memory import EngineRankMemory
+from megarl.rollout.engine_options import EngineOptions
 from megarl.types import Prompt, SampleRequest
 from megarl.weights.hf_files import read_config
 from tests.megatron.memory import assert_planned, present, return_freed_memory

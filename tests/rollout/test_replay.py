@@ -10,7 +10,8 @@ import pytest
 
 from megarl.config.schema import Rollout
 from megarl.rollout.completions import Response
-from megarl.rollout.engine import EngineOptions, RolloutEngine
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine_options import EngineOptions
 from megarl.rollout.replay import RecordingEngine, read_response, recorded_steps, write_sample
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleRequest, VersionSpan
 

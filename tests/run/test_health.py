@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.learning.cells import CONTROLS, CURRICULA, DISTILLED, PREFERENCES, ROWS
+from benchmarks.learning.cells import ADAPTED, CONTROLS, CURRICULA, DISTILLED, FINE_TUNED, PREFERENCES, ROWS
 from megarl.config.schema.training_sections import CheckedMetric, LimitedMetric
 from megarl.run.health import CHECKS, HealthMonitor, limited_checks, shown_limits
 from megarl.run.verdict import judge
@@ -132,7 +132,7 @@ def test_a_healthy_recorded_run_has_no_finding(name: str) -> None:
 
 
 def test_a_healthy_run_of_every_algorithm_that_learns_from_rollouts_is_recorded() -> None:
-    assert {name for name, _ in ROWS} - {*CONTROLS, *PREFERENCES, *DISTILLED, *CURRICULA} <= {
+    assert {name for name, _ in ROWS} - {*CONTROLS, *PREFERENCES, *DISTILLED, *CURRICULA, *ADAPTED, *FINE_TUNED} <= {
         name.removesuffix("_stale") for name in HEALTHY
     }
     assert all(verdict(name).startswith("learned: ") for name in HEALTHY if name != "shuffled_scores")

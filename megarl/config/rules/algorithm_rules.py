@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from megarl.config.problems import Broken, ineffective_settings, shown
 from megarl.config.rules.placement_rules import placed, roles_of
 from megarl.config.schema import (
+    Actor,
     Algo,
     Critic,
     CustomAdvantage,
     CustomFunction,
+    DirectReference,
     Groups,
     PromptData,
     Reference,
     Reject,
     TrainingRun,
 )
+from megarl.types import RoleName
 
 
 def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | None) -> Iterator[Broken]:
@@ -130,8 +133,42 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Br
         fix = "set algo.kl.estimator to k3"
     else:
         return
+    yield from _shares_the_actors_ranks(groups, where, fix)
+
+
+def references_are_the_actor_without_adapters(
+    actor: Actor, reference: Reference | DirectReference | None, groups: Groups, algo: Algo | None
+) -> Iterator[Broken]:
+    """With adapters, the reference is the actor without them, and does not move."""
+    if actor.lora is None or (isinstance(reference, Reference) and reference.directories):
+        return
+    fix = "set actor.lora to null"
+    yield from _shares_the_actors_ranks(groups, "with actor.lora: it is the actor without its adapters", fix)
+    if algo is not None and algo.kl.reference_sync is not None:
+        rule = "null with actor.lora: the reference is the actor without its adapters"
+        yield "algo.kl.reference_sync", rule, f"set it to null, or {fix}"
+
+
+def critics_share_frozen_weights(actor: Actor, critic: Critic, groups: Groups) -> Iterator[Broken]:
+    """A critic shares weights that nothing trains, from which it starts, on the ranks that have them."""
+    field = "critic.shares_base"
+    if not critic.shares_base:
+        return
+    if actor.lora is None or critic.lora is None:
+        yield field, "false without actor.lora and critic.lora: both train the weights", "give both, or set it to false"
+    if critic.path is not None:
+        yield field, "false with critic.path, whose weights are others", "set it to false, or critic.path to null"
+    yield from _shares_the_actors_ranks(groups, f"with {field}", f"set {field} to false", "critic")
+
+
+def _shares_the_actors_ranks(
+    groups: Groups,
+    where: str,
+    fix: str,
+    sharing: RoleName = "reference",
+) -> Iterator[Broken]:
     for field, group, name, role in roles_of(groups):
-        if name != "reference":
+        if name != sharing:
             continue
         if "actor" not in group.roles:
             fix = f"place it in the actor's group, or {fix}"

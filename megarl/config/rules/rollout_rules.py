@@ -37,6 +37,16 @@ def sleeping_frees_devices(groups: Groups, rollout: Rollout) -> Iterator[Broken]
         yield "rollout.sleep", rule, "set it to false"
 
 
+def separate_adapters_are_on_weights_as_they_are(
+    resharding: Resharding,
+    rollout: Rollout,
+) -> Iterator[Broken]:
+    """Engines apply adapters to weights that are not quantized."""
+    if resharding.adapters == "separate" and rollout.quantization is not None:
+        rule = "null with resharding.adapters = separate, which are not supported on quantized weights"
+        yield "rollout.quantization", rule, "set it to null, or resharding.adapters to merged"
+
+
 def end_tokens_are_sampled(algo: Algo, rollout: Rollout) -> Iterator[Broken]:
     """Trainers do not know where a response may not end. The likelihood of samples is of all tokens."""
     if rollout.min_new_tokens and not algo.is_likelihood:

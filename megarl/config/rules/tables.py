@@ -71,7 +71,9 @@ _OPTIMIZER = [
     Unused("warmup final_lr", ".schedule", "anneal", "choose linear", "from lr to 0"),
     Unused("final_lr", ".schedule", "constant", "choose linear or cosine"),
 ]
+_LORA = [Unused("init seed", ".path", given, "set path to null", "from which adapters are read")]
 UNUSED: Final[Mapping[str, list[Unused]]] = {
+    "actor.lora": _LORA,
     "actor.optimizer": _OPTIMIZER,
     "algo": [
         Unused("filter_rounds", ".filter", None, "choose a filter"),
@@ -113,6 +115,7 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
         Unused("head_std head_seed", ".head", "loaded", "set critic.head to new"),
         Unused("head_seed", ".head_std", 0, "raise critic.head_std"),
     ],
+    "critic.lora": _LORA,
     "critic.optimizer": _OPTIMIZER,
     "data": [
         Unused("score_range", ".curriculum", "uniform", "choose another curriculum"),
@@ -135,7 +138,9 @@ UNUSED: Final[Mapping[str, list[Unused]]] = {
     ],
     "reward.judge_model": [Unused("weight", TRAINING, False, "use stage ppo", _ALONE)],
     "reward.loss": [Unused("margin", ".kind", "logexp", "set kind to logsigmoid")],
+    "reward.lora": _LORA,
     "reward.optimizer": _OPTIMIZER,
+    "resharding": [Unused("adapters", "actor.lora", None, "give actor.lora")],
     "rollout": [
         Unused(
             "record replay sync_every max_staleness mode inflight_cache rolling_update"

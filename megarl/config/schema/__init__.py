@@ -68,6 +68,7 @@ from megarl.config.schema.training_sections import (
     Critic,
     DirectReference,
     Health,
+    LoRA,
     Normalisation,
     Optimizer,
     Policy,

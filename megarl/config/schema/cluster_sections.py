@@ -274,6 +274,9 @@ class Resharding(Section):
     are for device cpu; or package.module:Class."""
     logprob_check: LogprobAgreement | None = LogprobAgreement()
     """The check of log-probabilities before training; null does not check."""
+    adapters: Literal["merged", "separate"] = "merged"
+    """What engines get of a model with actor.lora. merged: weights with the adapters in them, in each
+    sync. separate: the weights once, and in each sync the adapters, which vLLM applies."""
 
 
 def shared_devices(groups: Groups, rollout: Rollout) -> list[int]:

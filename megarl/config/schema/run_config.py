@@ -30,6 +30,7 @@ from megarl.config.schema.training_sections import (
     CheckpointSettings,
     Critic,
     Health,
+    LoRA,
     Optimizer,
     Policy,
     Profiling,
@@ -97,6 +98,11 @@ class RunConfig(Section):
         return False
 
     @property
+    def separate_adapters(self) -> LoRA | None:
+        """The actor's adapters that engines apply; None where they get weights with the adapters in them."""
+        return None
+
+    @property
     def engine_settings(self) -> Rollout | None:
         """The settings of the run's engines; None without engines."""
         return None
@@ -124,6 +130,11 @@ class RunConfig(Section):
     def largest_batches(self) -> LargestBatches:
         """The sizes from which the memory of a role's passes follows."""
         raise NotImplementedError
+
+    @property
+    def actor_has_adapters(self) -> bool:
+        """Whether adapters of the actor are trained in place of its weights."""
+        return False
 
     @classmethod
     def default_roles(cls, raw: Mapping[str, Any]) -> list[RoleName]:
@@ -256,6 +267,20 @@ class TrainingConfig(RunConfig):
     def optimizer(self, role: RoleName) -> Optimizer:
         return getattr(self, role).optimizer
 
+    def lora(self, role: RoleName) -> LoRA | None:
+        """Returns the adapters of a role that are trained in place of its weights; None without any."""
+        section = getattr(self, role, None) if role in self.trained else None
+        return None if section is None else section.lora
+
+    @property
+    def actor_has_adapters(self) -> bool:
+        return self.lora("actor") is not None
+
+    def shares_base(self, role: RoleName) -> bool:
+        """Returns whether a trained role has the actor's weights below its adapters."""
+        section = getattr(self, role)
+        return isinstance(section, Critic) and section.shares_base
+
 
 class PreferenceConfig(TrainingConfig):
     """The fields of stages that train on preferences."""
@@ -327,6 +352,10 @@ class RolloutTrainingConfig(TrainingConfig, SamplingConfig):  # pyright: ignore[
     """The transfer of weights into the engines."""
 
     rows_field: ClassVar[str] = "data.prompts"
+
+    @property
+    def separate_adapters(self) -> LoRA | None:
+        return self.actor.lora if self.resharding.adapters == "separate" else None
 
     @property
     def rows_per_step(self) -> int:

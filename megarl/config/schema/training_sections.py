@@ -160,11 +160,41 @@ class Optimizer(Section):
     """Largest global gradient norm; null does not clip."""
 
 
+class LoRA(Section):
+    """Low-rank adapters, which are trained in place of the weights (docs/lora.md)."""
+
+    rank: Count
+    """Rank of the adapters: rows of their matrices A, and columns of B."""
+    alpha: Positive = 32.0
+    """The product B A is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply it by alpha / sqrt(rank) instead."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = "all-linear"
+    """Linear layers with adapters, by the last part of their names, such as [q_proj, v_proj];
+    all-linear: all but the output layer and routers, those of experts too."""
+    init: Literal["default", "gaussian"] = "default"
+    """Initial A: default is uniform up to 1 / sqrt(inputs), gaussian normal with deviation 1 / rank. B
+    starts with 0."""
+    seed: Seed = 0
+    """Seed of the initial A."""
+    path: str | None = None
+    """Directory of adapters in PEFT's format, of the same rank and targets, to start from; null: new ones."""
+    merge: bool = True
+    """Export the model with the adapters merged into its weights, too, besides the adapters themselves."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product B A."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
 class Actor(Section):
     """The policy's training."""
 
     optimizer: Optimizer
     """Optimizer of the actor."""
+    lora: LoRA | None = None
+    """Train adapters of the actor in place of its weights; null trains the weights."""
 
 
 class EMASettings(Section):
@@ -254,6 +284,10 @@ class Critic(Section):
     """Steps at the start of the run that train the critic alone."""
     value_norm: ValueNorm | None = None
     """Normalise the critic's targets; null does not."""
+    lora: LoRA | None = None
+    """Train adapters of the critic, and its head, in place of its weights; null trains all."""
+    shares_base: bool = False
+    """Use the actor's weights below the adapters of both, which then are in memory once."""
 
 
 class PTX(Section):
@@ -286,6 +320,8 @@ class RewardTraining(Section):
     """Seed of the head's initial weights."""
     loss: Annotated[Choice, PREFERENCE_LOSSES] = PREFERENCE_LOSSES("pairwise")
     """The loss of preferences."""
+    lora: LoRA | None = None
+    """Train adapters of the reward model, and its head, in place of its weights; null trains all."""
 
 
 class PreferenceTraining(Section):

@@ -74,7 +74,7 @@ class DPOTrainer(SupervisedTrainer):
             self._phase(f"reference log-probabilities, {first} of {counted(len(missing), 'row')}")
             samples, chunks = text_batch(missing[first : first + count], self._layout.dp)
             texts = ChunkRefs[TextChunk].put(chunks)
-            precomputed.add(chunks, await self._logprobs(self._role, samples, texts, None))
+            precomputed.add(chunks, await self._logprobs(self._role, samples, texts, None, adapted=False))
         return {}
 
     async def chunks_of(
@@ -107,11 +107,13 @@ class DPOTrainer(SupervisedTrainer):
         samples: Sequence[SampleInfo],
         texts: ChunkRefs[TextChunk],
         meter: PassMeter | None,
+        *,
+        adapted: bool = True,
     ) -> list[np.typing.NDArray[np.float64]]:
         """Returns the log-probabilities of whole responses under a role, [N] for each chunk."""
         budget = self._config.role(role.name).tokens_per_micro_batch
         schedule = inference_schedule(samples, role.layout, budget)
-        call = role.dispatch(MegatronWorker.logprobs, ForwardRequest(schedule=schedule, chunks=texts))
+        call = role.dispatch(MegatronWorker.logprobs, ForwardRequest(schedule=schedule, chunks=texts, adapted=adapted))
         columns = await gather_by_chunk(call)
         if meter is not None:
             meter.add(role.name, role.name, samples, await call.longest())

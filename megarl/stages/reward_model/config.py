@@ -65,6 +65,12 @@ class RewardModelConfig(PreferenceConfig):
             yield "lengths", lengths_text(self.rollout)
 
 
+def reward_models_are_exported(reward: RewardTraining) -> Iterator[Broken]:
+    """A reward model is exported as a whole, with the scale of its scores."""
+    if reward.lora is not None and not reward.lora.merge:
+        yield "reward.lora.merge", "true: the scale of scores belongs to a whole model", "set it to true"
+
+
 def reference_samples_have_engines(normalisation: Normalisation | None, rollout: Rollout | None) -> Iterator[Broken]:
     """A reward model's run has engines for the reference samples of its normalisation, and for nothing else."""
     if normalisation is not None and rollout is None:
