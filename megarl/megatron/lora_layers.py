@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.data.stream import stable_hash
 from megarl.megatron.experts import ExpertLinear, grouped_product
 from megarl.megatron.model import RoleModel, ScalarHead
 from megarl.models.architecture import ModelSpec
@@ -87,11 +88,7 @@ class Adapter(torch.nn.Module):
 
     def _parameter(self, shape: tuple[int, ...], weight: Any) -> Any:
         parameter: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
-        parameter.allreduce = getattr(
-            weight,
-            "allreduce",
-            True,
-        )
+        parameter.allreduce = getattr(weight, "allreduce", True)
         return parameter
 
     def forward(self, x: Tensor, *groups: Tensor) -> Tensor:
@@ -176,13 +173,7 @@ def add_adapters(
         for name, its_matrices in by_layer.items():
             layer: Any = chunks[int(chunk)].get_submodule(prefix + name)
             tp = groups.expt_tp if isinstance(layer, ExpertLinear) else groups.tp
-            layer.adapter = Adapter(
-                its_matrices,
-                adapters.scale,
-                layer.weight,
-                model.config,
-                tp,
-            )
+            layer.adapter = Adapter(its_matrices, adapters.scale, layer.weight, model.config, tp)
             # Before the hook of a norm after the layer.
             layer.register_forward_hook(added, prepend=True)
     return switch
@@ -228,11 +219,7 @@ def merged_weights(model: RoleModel) -> dict[str, Boxed]:
     for index, chunk in enumerate(model.chunks):
         module: Any
         for name, module in chunk.named_modules():
-            adapter = getattr(
-                module,
-                "adapter",
-                None,
-            )
+            adapter = getattr(module, "adapter", None)
             if isinstance(adapter, Adapter):
                 weight = f"{index}:{name}.weight"
                 weights[weight] = MergedMatrix(weight=module.weight.data, adapter=adapter)
@@ -277,13 +264,12 @@ def initial_adapters(
         tensors: canonical tensors of all adapters.
         gaussian: whether A is normal with deviation 1 / rank, in place of uniform up to 1 / sqrt(inputs).
     """
-    numbers = {name: index for index, name in enumerate(sorted(tensors))}
     local = {name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for name, info in shard_map.params.items()}
     for shard in shard_map.shards:
         if not shard.name.endswith("lora_A.weight"):
             continue
         rank, inputs = tensors[shard.name].shape
-        generator = torch.Generator().manual_seed((seed << 32) + numbers[shard.name])
+        generator = torch.Generator().manual_seed(stable_hash(seed, shard.name))
         if gaussian:
             whole = torch.randn(rank, inputs, generator=generator) / rank
         else:

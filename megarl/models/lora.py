@@ -89,9 +89,7 @@ class AdaptedMatrix:
         found: list[tuple[int, int | None]] = []
         for part in self.matrix.parts:
             module = _module(part)
-            found.append(
-                (part.size, self.modules.index(module) if module in self.modules else None),
-            )
+            found.append((part.size, self.modules.index(module) if module in self.modules else None))
         return found
 
 
@@ -99,11 +97,7 @@ def adapted_matrices(
     params: Iterable[ParamType], adapters: Adapters, engine: Engine, dims: Dims, coords: ShardCoords
 ) -> Iterator[AdaptedMatrix]:
     """Yields the matrices of parameters that have adapters."""
-    unsplit = replace(
-        coords,
-        tp=1,
-        tp_rank=0,
-    )
+    unsplit = replace(coords, tp=1, tp_rank=0)
     for param in params:
         if not isinstance(param, _LINEAR):
             continue
@@ -132,20 +126,13 @@ def _adapted(
     if matrix.axis == 0:
         for part in matrix.parts:
             module = _module(part)
-            of_b.append(
-                part._replace(tensor=f"{module}.lora_B.weight" if module in modules else None),
-            )
+            of_b.append(part._replace(tensor=f"{module}.lora_B.weight" if module in modules else None))
     else:
         (part,) = matrix.parts
         of_a = [part._replace(tensor=of_a[0].tensor)]
         of_b = [TensorRange(f"{modules[0]}.lora_B.weight", 0, rows)]
     layer = local_module(matrix)
-    above = replace(
-        matrix,
-        transposed=False,
-        canonical_at=(),
-        dtype=None,
-    )
+    above = replace(matrix, transposed=False, canonical_at=(), dtype=None)
     a = replace(
         above,
         param=f"{layer}{ADAPTER}a",
@@ -175,10 +162,7 @@ def _module(part: TensorRange) -> str:
 
 def adaptable(spec: ModelSpec) -> set[str]:
     """Returns the names of linear layers that can have adapters."""
-    every = Adapters(
-        rank=1,
-        scale=1.0,
-    )
+    every = Adapters(rank=1, scale=1.0)
     found: set[str] = set()
     for kind in spec.table.kinds:
         for adapted in adapted_matrices(kind.params, every, "megatron", spec.dims, ShardCoords()):
@@ -257,10 +241,7 @@ def engine_adapter_map(spec: ModelSpec, adapters: Adapters, tp: int, rank: int) 
 
     vLLM (0.32) has them in buffers beside its parameters, ``lora_a_stacked`` and ``lora_b_stacked``.
     """
-    coords = ShardCoords(
-        tp_rank=rank,
-        tp=tp,
-    )
+    coords = ShardCoords(tp_rank=rank, tp=tp)
     of_kind: dict[object, list[Stack]] = {}
     for kind in spec.table.kinds:
         stacks: list[Stack] = []
