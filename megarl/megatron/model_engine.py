@@ -149,13 +149,15 @@ class ModelEngine:
 
     def saved_map(self, rank: int) -> ShardMap:
         """Returns the map of a rank's parameters with ``saved_tensors``."""
+        if self.adapters is not None and self.head == "lm":
+            return adapter_map(self.spec, self.adapters, self.layout, rank)
         whole = self.shard_map
         if rank != self.rank:
             whole = self.spec.megatron_map(self.layout, rank, self.head)
         if self.adapters is None:
             return whole
-        own = adapter_map(self.spec, self.adapters, self.layout, rank)
-        return own.joined(whole.of_tensor(SCORE_WEIGHT))
+        trained = adapter_map(self.spec, self.adapters, self.layout, rank)
+        return trained.joined(whole.of_tensor(SCORE_WEIGHT))
 
     def start_training(
         self, settings: Optimizer, total_steps: int, *, together: int = 1, decay: float | None = None

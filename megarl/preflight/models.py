@@ -427,7 +427,7 @@ def _adapters(config: RunConfig, specs: Mapping[str, ModelSpec]) -> Iterator[Pro
 
 
 def _separate(field: str, lora: LoRA, spec: ModelSpec) -> Iterator[Problem]:
-    """Engines can apply the adapters of all targets."""
+    """Engines can apply adapters of the model, of this rank."""
     if not engines_apply_adapters(spec):
         rule = f"merged with the {spec.family.model_type} model, of which engines take merged weights alone"
         yield Problem("resharding.adapters", "separate", rule, "set it to merged")

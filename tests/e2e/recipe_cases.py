@@ -40,6 +40,15 @@ CLIPPED = partial(policy.ppo, clip=0.2)
 NEAR = partial(critic.mse, clip=0.2, scale=0.5)
 GRPO = partial(comparisons.grpo, eps=1e-6, ddof=1)
 CLIPPED_RATIO = partial(policy.ppo, clip=0.2, clip_high=0.28)
+OF_GRPO = Settings(
+    actor=USUAL,
+    kl_coef=0.04,
+    kl_estimate=kl.k3,
+    kl_in_loss=True,
+    compare=GRPO,
+    policy=CLIPPED,
+    aggregate=aggregation.sequence_mean,
+)
 WITHIN_5 = partial(scores.clipped, low=-5.0, high=5.0)
 WITHIN_10 = partial(scores.clipped, low=-10.0, high=10.0)
 
@@ -257,33 +266,8 @@ CASES: dict[str, Case] = {
             policy=policy.reinforce,
         ),
     ),
-    "grpo_lora": Case(
-        reference=True,
-        adapters=True,
-        mini_batches=1,
-        settings=Settings(
-            actor=USUAL,
-            kl_coef=0.04,
-            kl_estimate=kl.k3,
-            kl_in_loss=True,
-            compare=GRPO,
-            policy=CLIPPED,
-            aggregate=aggregation.sequence_mean,
-        ),
-    ),
-    "grpo": Case(
-        reference=True,
-        mini_batches=1,
-        settings=Settings(
-            actor=USUAL,
-            kl_coef=0.04,
-            kl_estimate=kl.k3,
-            kl_in_loss=True,
-            compare=GRPO,
-            policy=CLIPPED,
-            aggregate=aggregation.sequence_mean,
-        ),
-    ),
+    "grpo": Case(reference=True, mini_batches=1, settings=OF_GRPO),
+    "grpo_lora": Case(reference=True, mini_batches=1, settings=OF_GRPO, adapters=True),
     "trl_grpo": Case(
         mini_batches=1,
         settings=Settings(
