@@ -72,6 +72,11 @@ class RoleSpec:
         return self.training is None and self.reference_weight is None
 
     @property
+    def lora(self) -> LoRA | None:
+        """The adapters that are trained in place of the weights."""
+        return None if self.training is None else self.training.lora
+
+    @property
     def reads_distributions(self) -> bool:
         """Whether the reference computes distributions during the role's updates."""
         return self.divergence is not None

@@ -371,7 +371,7 @@ def load_engine(
     if spec.name == "reference":
         model = model.with_rows_of(model_spec(read_config(model_dir)))
     training = spec.training
-    lora = None if training is None else training.lora
+    lora = spec.lora
     engine = ModelEngine(
         spec.name,
         model,

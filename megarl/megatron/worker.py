@@ -351,16 +351,16 @@ class MegatronWorker:
         from megarl.megatron.parallel import barrier
 
         engine = self._offloader.onload(role, weights_only=True)
-        training = self._specs[role].training
-        if training is not None and training.lora is not None:
+        lora = self._specs[role].lora
+        if lora is not None:
             export_adapters(
                 engine,
-                training.lora,
+                lora,
                 adapter_export(Path(directory)),
                 tokenizer,
                 model_dir,
             )
-            if not training.lora.merge:
+            if not lora.merge:
                 return
         spec = engine.spec
         layout = engine.layout

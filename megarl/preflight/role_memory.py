@@ -148,9 +148,9 @@ def _params(
     """Returns the parameters of a rank that stay as they are, and the others; of a role that is not trained, all."""
     head = HEADS[spec.name]
     whole = dict(model.megatron_map(spec.layout, rank, head).params)
-    if spec.training is None or spec.training.lora is None:
+    if spec.lora is None:
         return {}, whole
-    trained = dict(adapter_map(model, adapters_of(spec.training.lora), spec.layout, rank).params)
+    trained = dict(adapter_map(model, adapters_of(spec.lora), spec.layout, rank).params)
     for name in list(whole):
         if head != "lm" and name.endswith("output_layer.weight"):
             trained[name] = whole.pop(name)
@@ -180,7 +180,7 @@ def _update_logits(
         logits = max(logits, _DIVERGENCE[spec.divergence] * min(logit_chunk(False), pack) * rows)
         # Of the reference's hidden states, for all micro-batches of the step.
         logits += micro_batches * pack * reference.dims.hidden * ITEM_BYTES[reference.dtype]
-    if _is_frozen(spec):
+    if spec.lora is not None:
         return logits + pack * hidden * item  # the head is frozen
     return logits + rows * hidden * (4 + item) + pack * hidden * item
 
@@ -313,9 +313,9 @@ def _kept_adapters(
     coords: ShardCoords,
 ) -> Iterator[AdaptedMatrix]:
     """Yields the adapters of a layer that are not computed again."""
-    if spec.training is None or spec.training.lora is None:
+    if spec.lora is None:
         return
-    adapters = adapters_of(spec.training.lora)
+    adapters = adapters_of(spec.lora)
     for adapted in adapted_matrices(kind.params, adapters, "megatron", model.dims, coords):
         is_mlp = adapted.matrix.param.startswith("mlp.") and not kind.is_mixture
         if spec.recompute != "selective" or not is_mlp:
@@ -347,9 +347,9 @@ def _attention(spec: RoleSpec, model: ModelSpec, device: str) -> float:
         heads = (dims.heads + dims.kv_heads) / tp
         attention += 4 * heads
         fused = spec.fused and not _zero_centered(model)
-        if _zero_centered(model) and not _is_frozen(spec):
+        if _zero_centered(model) and spec.lora is None:
             attention += 4 * (one + kv / 2) / item  # quotients in float32
-        elif not fused and not _is_frozen(spec):
+        elif not fused and spec.lora is None:
             attention += one + kv / 2  # quotients
         if not fused and item < 4:
             attention += 4 * (one + kv / 2) / item  # inputs in float32
@@ -427,17 +427,12 @@ def _norm_of(width: int, spec: RoleSpec, model: ModelSpec) -> float:
     item = ITEM_BYTES[model.dtype]
     if model.table.megatron["normalization"] == "LayerNorm" or spec.layers == "transformer_engine":
         return 2 * width * item + 8
-    quotients = 0 if _is_frozen(spec) else 1  # for the gradients of weights
+    quotients = int(spec.lora is None)  # for the gradients of weights
     if _zero_centered(model):
         return width * (4 + 4 * quotients + item) + 4
     if spec.fused:
         return 2 * width * item + 4
     return width * (4 + (1 + quotients) * item) + 4
-
-
-def _is_frozen(spec: RoleSpec) -> bool:
-    """Returns whether adapters are trained in place of the weights."""
-    return spec.training is not None and spec.training.lora is not None
 
 
 def _zero_centered(model: ModelSpec) -> bool:
