@@ -262,10 +262,11 @@ class Reporter:
         if summary.responses.get("unscored"):
             parts.append("{unscored} of {sampled} responses had no score".format(**summary.responses))
         model = self._directory.export
-        if model.exists():
-            parts.append(f"the model is in {model}")
+        adapters = adapter_export(model)
+        if adapters.exists() and not model.exists():
+            parts.append(f"the adapters are in {adapters}")
         else:
-            parts.append(f"the adapters are in {adapter_export(model)}")
+            parts.append(f"the model is in {model}")
         print("; ".join(parts), flush=True)
         if summary.verdict:
             print(summary.verdict, flush=True)
