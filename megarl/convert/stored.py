@@ -116,11 +116,11 @@ class Merged:
 
     def read_rows(self, first: int, stop: int) -> torch.Tensor:
         a = self.a.read_rows(0, self.a.info.shape[0]).float()
-        b = self.b.read_rows(0, self.b.info.shape[0]).float()
         if self.transposed:
+            b = self.b.read_rows(0, self.b.info.shape[0]).float()
             product = a.T[first:stop] @ b.T
         else:
-            product = b[first:stop] @ a
+            product = self.b.read_rows(first, stop).float() @ a
         return self.base.read_rows(first, stop).float() + self.scale * product
 
 

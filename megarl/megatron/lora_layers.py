@@ -34,8 +34,8 @@ from megarl.types import Layout
 from megarl.weights.plan import Boxed
 from megarl.weights.shard_map import ShardMap, TensorInfo
 
-_ROWS = 1024
-"""Rows of a matrix that are merged at once."""
+_ROWS = 128
+"""Rows of a matrix that are merged at once: few, as heads of queries, keys and values are boxes of their own."""
 
 
 @dataclass(kw_only=True)

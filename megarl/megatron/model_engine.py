@@ -100,14 +100,17 @@ class ModelEngine:
         self.adam_steps = 0
         """Optimizer steps without skipped ones."""
         self._has_base_of_actor = False
-        self._offloaded: dict[str, HostCopy] = {}  # by part: "optimizer" and "weights"
+        self._offloaded: dict[str, HostCopy] = {}  # by part: "optimizer", "trained" and "frozen"
         self._is_frozen = frozen
         self._frozen_copy: HostCopy | None = None
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Sets every local parameter, by the names of the shard map."""
+        """Sets the local parameters but those of the actor, by the names of the shard map."""
         assert self.optimizer is None, "the optimizer would keep the old weights"
-        parameters = self.model.parameters()
+        parameters: dict[str, Any] = {}
+        for name, parameter in self.model.parameters().items():
+            if parameter.requires_grad or not self._has_base_of_actor:
+                parameters[name] = parameter
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         unmatched = dict(found.items() ^ expected.items())
@@ -188,35 +191,39 @@ class ModelEngine:
     def offload(self) -> int:
         """Moves parameters, average and optimizer state to host memory; returns the device's bytes freed.
 
-        The weights of a frozen role are copied once, for all ranks of a node that have the same ones;
-        this first call is collective.
+        Frozen weights are copied once, for all ranks of a node that have the same ones; this first
+        call is collective.
         """
         freed = 0
-        for part in ("optimizer", "weights"):
-            if part not in self._offloaded:
-                self._offloaded[part] = self._released(part)
-                freed += self._offloaded[part].nbytes
+        for part in ("optimizer", "trained", "frozen"):
+            if part in self._offloaded:
+                continue
+            tensors = self._part(part)
+            if part == "frozen" and tensors:
+                self._offloaded[part] = self._released(tensors)
+            else:
+                self._offloaded[part] = release(tensors)
+            freed += self._offloaded[part].nbytes
         return freed
 
     def onload(self, *, weights_only: bool = False) -> None:
         """Undoes ``offload``, bit for bit; with ``weights_only`` average and optimizer state stay where they are."""
-        parts = ["weights"]
+        parts = ["trained", "frozen"]
         if not weights_only:
             parts.append("optimizer")
         for part in parts:
             if part in self._offloaded:
                 self._offloaded.pop(part).restore()
 
-    def _released(self, part: str) -> HostCopy:
+    def _released(self, tensors: Sequence[Tensor]) -> HostCopy:
+        """Releases the frozen weights, whose copy stays in host memory."""
         replicas = self.model.groups.expt_dp
-        if part == "optimizer" or not self._is_frozen or replicas.size() == 1:
-            return release(self._part(part))
+        if self._frozen_copy is None and replicas.size() > 1:
+            self._frozen_copy = share(tensors, replicas)
         if self._frozen_copy is None:
-            self._frozen_copy = share(self._part(part), replicas)
-        if self._frozen_copy is None:
-            self._is_frozen = False
-            return release(self._part(part))
-        self._frozen_copy.release()
+            self._frozen_copy = release(tensors)
+        else:
+            self._frozen_copy.release()
         return self._frozen_copy
 
     def require_state(self) -> None:
@@ -225,20 +232,28 @@ class ModelEngine:
             raise RuntimeError("the role is offloaded: its optimizer state has no memory; onload it first")
 
     def _part(self, part: str) -> list[Tensor]:
-        """Returns the parameters, or the rest: in float32 the optimizer steps views of the parameters."""
-        weights: list[Tensor] = []
+        """Returns the parameters that change, those that never do, or the rest.
+
+        In float32 the optimizer steps views of the parameters.
+        """
+        frozen: list[Tensor] = []
+        trained: list[Tensor] = []
         for chunk in self.model.chunks:
-            for weight in chunk.parameters():
-                if weight.requires_grad or not self._has_base_of_actor:
-                    weights.append(weight)
-        if part == "weights":
-            return weights
+            for parameter in chunk.parameters():
+                if parameter.requires_grad or (self.adapters is None and not self._is_frozen):
+                    trained.append(parameter)
+                elif not self._has_base_of_actor:
+                    frozen.append(parameter)
+        if part == "frozen":
+            return frozen
+        if part == "trained":
+            return trained
         state: list[Tensor] = []
         if self.optimizer is not None:
             state += self.optimizer.state()
         if self.ema is not None:
             state += self.ema.values.values()
-        shared = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        shared = {tensor.untyped_storage().data_ptr() for tensor in trained}
         return [tensor for tensor in state if tensor.untyped_storage().data_ptr() not in shared]
 
     def logprobs(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], temperature: float) -> FloatArray | None:
@@ -387,10 +402,15 @@ def load_engine(
         replays_routes=spec.replays_routes,
         adapters=None if lora is None else adapters_of(lora),
     )
+    shard_map = engine.shard_map
+    if training is not None and training.shares_base:
+        assert actor is not None, "the actor is loaded first"
+        engine.share_base(actor)
+        shard_map = shard_map.of_tensor(SCORE_WEIGHT)
     new_head = spec.new_head
     manifest = model.manifest(engine.head, new_head=new_head is not None)
-    tensors = load_shard(engine.shard_map, directory, manifest)
-    for parameter in engine.shard_map.params.keys() - tensors.keys():
+    tensors = load_shard(shard_map, directory, manifest)
+    for parameter in shard_map.params.keys() - tensors.keys():
         assert new_head is not None, f"{spec.name}: {parameter} was not read"
         hidden = model.dims.hidden
         std = new_head.std
@@ -399,9 +419,6 @@ def load_engine(
         generator = torch.Generator().manual_seed(new_head.seed)
         tensors[parameter] = std * torch.randn(1, hidden, generator=generator)
     engine.load(tensors)
-    if training is not None and training.shares_base:
-        assert actor is not None, "the actor is loaded first"
-        engine.share_base(actor)
     if lora is not None:
         engine.load_adapters(start_of_adapters(engine, lora))
     if training is not None:

@@ -80,7 +80,7 @@ class DevicePlan:
         sleeps: whether the engine gives weights and cache back while the trainers work.
         keeps_weights: whether the host has the weights of a sleeping engine.
         saved: roles of checkpoints that are written during the training.
-        sharing: ranks of the node that share a frozen role's copy on the host, by role.
+        sharing: ranks of the node that share a copy of a role's frozen weights on the host, by role.
     """
 
     device: int
@@ -152,14 +152,20 @@ class DevicePlan:
                 sizes["snapshot"] = working.written
             elif phase == "sync":
                 sizes["buckets"] += 2 * min(self.bucket, working.parameters)
+                if working.spec.lora is not None:
+                    # The sum of a box in float32, and rounded.
+                    sizes["buckets"] += 3 * min(self.bucket, working.parameters)
             if working.spec.training is not None and working.spec.training.shares_base:
                 active.add("actor")
         for name, memory in self.roles.items():
-            if name in active or self.kind == "cpu" or not memory.spec.offload:
+            offloads = self.kind != "cpu" and memory.spec.offload
+            if name in active or not offloads:
                 sizes["parameters"] += memory.parameters
                 sizes["optimizer"] += memory.optimizer
             else:
-                sizes["offloaded"] += memory.state // self.sharing.get(name, 1)
+                sizes["offloaded"] += memory.state - memory.frozen
+            if offloads:
+                sizes["offloaded"] += memory.frozen // self.sharing[name]
             if name in self.saved:
                 sizes["snapshot"] += memory.snapshot
         if self.kind != "cpu":
@@ -240,8 +246,7 @@ def _plans(config: RunConfig) -> dict[int, DevicePlan]:
                 roles[role] = made[role, stage]
             sharing: dict[str, int] = {}
             for role, spec in specs.items():
-                if spec.is_frozen:
-                    sharing[role] = _sharing(config, spec, name, device)
+                sharing[role] = _sharing(config, spec, name, device)
             plans[device] = DevicePlan(
                 device=device, kind=kind, roles=roles, bucket=bucket, saved=saved, sharing=sharing
             )
@@ -277,7 +282,7 @@ def _plans(config: RunConfig) -> dict[int, DevicePlan]:
 
 
 def _sharing(config: RunConfig, spec: RoleSpec, group: str, device: int) -> int:
-    """Returns the ranks on a device's node that have the same weights of a role."""
+    """Returns the number of ranks on a device's node that have the same weights of a role."""
     per_node = config.cluster.devices_per_node
     parts: dict[int, tuple[int, ...]] = {}
     for rank, other in enumerate(config.device_list(group)):

@@ -33,6 +33,8 @@ class RoleMemory:
     """A role on a rank, bytes.
 
     Args:
+        parameters: the weights that are its own.
+        frozen: those of them that never change, of which the host keeps a copy.
         optimizer: the optimizer's state; 0 without training.
         stepping: intermediate results of the step: on CUDA, whose Adam is fused, a clipped gradient
             of each weight in turn; two of Adam on a CPU.
@@ -45,6 +47,7 @@ class RoleMemory:
 
     spec: RoleSpec
     parameters: int
+    frozen: int
     gradients: int
     optimizer: int
     stepping: int
@@ -94,9 +97,12 @@ def role_memory(
             ranks //= layout.ep
             experts = max(experts, size)
         shards.append(-(-size // ranks))
-    parameters = elements * item
+    frozen_bytes = 0
     if spec.training is None or not spec.training.shares_base:
-        parameters += sum(math.prod(info.shape) for info in frozen.values()) * item
+        frozen_bytes = sum(math.prod(info.shape) for info in frozen.values()) * item
+    parameters = elements * item + frozen_bytes
+    if spec.is_frozen:
+        frozen_bytes = parameters
     optimizer = 0
     if spec.training is not None:
         # Moments, float32 weights, average.
@@ -120,6 +126,7 @@ def role_memory(
     return RoleMemory(
         spec=spec,
         parameters=parameters,
+        frozen=frozen_bytes,
         gradients=4 * elements,
         optimizer=optimizer,
         stepping=stepping,

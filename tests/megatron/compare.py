@@ -20,6 +20,9 @@ from tests.oracle import adam, models, ppo
 if TYPE_CHECKING:
     from megarl.megatron.model_engine import ModelEngine
 
+GRADIENT_STEP = Optimizer(lr=1e6, eps=1e6, clip_grad=None)
+"""Steps that move the weights by their gradients, with Adam's rate and epsilon of this size and without clipping."""
+
 
 def adam_of(settings: Optimizer) -> adam.AdamSettings:
     """The same optimizer, for the oracle, which has a constant learning rate alone."""
@@ -172,3 +175,19 @@ def _check_weights(name: str, ranks: list[Any], want: dict[str, torch.Tensor], s
             )
             seen.add(tensor)
     assert seen == set(want), f"{name}: {sorted(seen ^ set(want))}"
+
+
+def check_gradients(
+    ranks: list[dict[str, Any]], weights: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+) -> None:
+    """All ranks of a role after a ``GRADIENT_STEP`` against the oracle's weights after it."""
+    seen = set()
+    for rank in ranks:
+        for tensor, region, value in rank["shards"]:
+            expected = weights[tensor][region]
+            gradient = (expected - start[tensor][region]).abs().max().item()
+            worst = (value - expected).abs().max().item()
+            # PEFT's own gradients in float32 and in float64 differ by 4e-6 of the largest. Weights are rounded by 6e-8.
+            assert worst <= 1e-5 * gradient + 6e-8, f"{tensor}{region} is off by {worst:.2e} of {gradient:.2e}"
+            seen.add(tensor)
+    assert seen == set(weights)

@@ -21,7 +21,7 @@ from megarl.data.schedule import inference_schedule, step_schedule
 from megarl.data.training_texts import TrainingText
 from megarl.megatron.supervised_losses import DirectPreferenceLoss, PreferenceLoss, text_loss
 from megarl.types import Layout, SampleInfo, TextChunk
-from tests.megatron.compare import adam_of, check, samples_of, state_of, trained
+from tests.megatron.compare import GRADIENT_STEP, adam_of, check, samples_of, state_of, trained
 from tests.megatron.tiny import load_role, local_parts, random_head
 from tests.oracle import models, ppo, supervised
 
@@ -112,12 +112,21 @@ def make_loss(role: Any, loss: str, chunks: Any) -> Any:
 
 
 def two_steps(
-    rank: int, directory: Path, loss: str, layout: Layout, budget: int, adapters: Any = None, recompute: str = "none"
+    rank: int,
+    directory: Path,
+    loss: str,
+    layout: Layout,
+    budget: int,
+    adapters: Any = None,
+    recompute: str = "none",
+    *,
+    gradients: bool = False,
 ) -> Outcome:
     """The loss before the first step, by a forward pass alone; and both steps.
 
     Args:
         adapters: the ``Adapters`` and their canonical tensors.
+        gradients: whether to take the first step alone, a ``GRADIENT_STEP``.
     """
     if loss in PREFERENCES:
         name, head, responses = "reward", random_head(directory), PREFERENCES[loss][0]
@@ -128,9 +137,10 @@ def two_steps(
     )
     if adapters is not None:
         role.load_adapters(local_parts(role.saved_map(rank), adapters[1]))
-    role.start_training(SETTINGS, total_steps=2)
+    role.start_training(GRADIENT_STEP if gradients else SETTINGS, total_steps=2)
     before, steps = None, []
-    for samples, chunks in batches(1 if loss == "kto" else max(responses, 2)):
+    data = batches(1 if loss == "kto" else max(responses, 2))
+    for samples, chunks in data[:1] if gradients else data:
         rows = on_all_tokens(samples) if loss == "all tokens" else samples
         plan = step_schedule(rows, layout, budget, rows_per_unit=responses).ranks[role.coords.dp]
         making = make_loss(role, loss, chunks)
@@ -140,18 +150,27 @@ def two_steps(
     return before, trained(role, steps)
 
 
-def naive_steps(directory: Path, loss: str, changed: Callable[[Any], Any] = lambda model: model) -> Naive:
+def naive_steps(
+    directory: Path,
+    loss: str,
+    changed: Callable[[Any], Any] = lambda model: model,
+    *,
+    gradients: bool = False,
+) -> Naive:
     """The same of a model in a directory by the naive program; with ``all tokens``, the first is the prompt.
 
     Args:
         changed: what is done to the model before the first step.
+        gradients: whether to take the first step alone, a ``GRADIENT_STEP``.
     """
     config = json.loads((directory / "config.json").read_text())
     if loss == "kto":
         return naive_kto(directory)
     responses, _, naive_loss = PREFERENCES.get(loss, (2, None, DIRECT.get(loss, (None, None))[1]))
+    settings = adam_of(GRADIENT_STEP if gradients else SETTINGS)
     steps: list[Any] = []
-    for samples, chunks in batches(responses):
+    data = batches(responses)
+    for samples, chunks in data[:1] if gradients else data:
         rows = samples_of(list(chunks), list(samples))
         if loss == "all tokens":
             texts = [[*row.prompt_ids, *row.response_ids] for row in rows]
@@ -170,12 +189,12 @@ def naive_steps(directory: Path, loss: str, changed: Callable[[Any], Any] = lamb
         steps.append(preferences)
     if naive_loss is None:
         actor = changed(models.causal_lm(config, state_of(directory)))
-        return supervised.fine_tune(actor, steps, adam_of(SETTINGS))
+        return supervised.fine_tune(actor, steps, settings)
     if loss in DIRECT:
         actor = changed(models.causal_lm(config, state_of(directory)))
-        return supervised.train_directly(actor, steps, adam_of(SETTINGS), naive_loss)
+        return supervised.train_directly(actor, steps, settings, naive_loss)
     reward = changed(models.headed_model(config, headed_state(directory)))
-    return supervised.train_reward(reward, steps, adam_of(SETTINGS), naive_loss)
+    return supervised.train_reward(reward, steps, settings, naive_loss)
 
 
 def naive_kto(directory: Path) -> Naive:

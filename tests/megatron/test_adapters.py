@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from megarl.megatron.parallel import GroupCache
 from megarl.megatron.worker import Offloader
 from megarl.models.lora import Adapters, adapter_tensors
 from megarl.types import Layout
-from tests.megatron.compare import check_against, state_of, weights_of
+from tests.megatron.compare import check_against, check_gradients, state_of, weights_of
 from tests.megatron.families import MODELS
 from tests.megatron.samples import random_chunks
 from tests.megatron.supervised import naive_steps, two_steps
@@ -47,8 +48,9 @@ MODELS_OF_PEFT = {
     "glm4_moe_lite": (("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"), ("sft",)),
     "qwen3_5": (None, ("sft",)),
 }
+LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), SP2]
 CASES = [
-    *(("tied", "sft", layout) for layout in (Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), SP2)),
+    *(("tied", "sft", layout) for layout in LAYOUTS),
     *(("tied", loss, layout) for loss in ("dpo", "pairwise") for layout in (Layout(pp=2, vpp=2), Layout(tp=4))),
     ("tied", "pairwise", Layout(dp=2)),
     *((name, "sft", layout) for name in ("gpt2", "phi3", "glm4_moe_lite", "qwen3_5") for layout in (Layout(), SP2)),
@@ -99,6 +101,15 @@ def test_steps_equal_those_of_peft(pool: RankPool, of_peft: Path, name: str, los
     check_against([rank for _, rank in results], outcome["steps"], outcome["weights"], start)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=case_id)
+def test_gradients_equal_those_of_peft(pool: RankPool, of_peft: Path, layout: Layout) -> None:
+    moved = torch.load(of_peft / "tied-sft.outcome", weights_only=False)["moved"]
+    start = torch.load(of_peft / "tied.start")
+    arguments = (of_peft / "tied", "sft", layout, 40, (adapters_of("tied"), start))
+    results = pool.run(partial(two_steps, gradients=True), *arguments, world_size=layout.world_size)
+    check_gradients([rank for _, rank in results], moved, start)
+
+
 EXPERTS = [
     ("qwen3_moe", Layout()),
     ("qwen3_moe", Layout(dp=2, ep=2)),
@@ -116,13 +127,21 @@ def test_steps_equal_those_of_merged_matrices(pool: RankPool, tmp_path: Path, na
     adapters = Adapters(rank=2, scale=2.5, targets=STAGES_WITHOUT.get(name))
     model = MODELS[name].save(tmp_path / "model")
     start = save_adapters(spec_of(model), adapters, tmp_path / "adapters")
-    steps, trained = naive_steps(model, "sft", lambda base: Merged(base, start, adapters.scale))
-    weights = {}
-    for parameter, value in trained.named_parameters():
-        if value.requires_grad:
-            weights[parameter.replace("|", ".")] = value.detach()
-    results = pool.run(two_steps, model, "sft", layout, 40, (adapters, start), world_size=layout.world_size)
-    check_against([rank for _, rank in results], steps, weights, start)
+    for gradients in (False, True):
+        steps, trained = naive_steps(
+            model, "sft", lambda base: Merged(base, start, adapters.scale), gradients=gradients
+        )
+        weights = {}
+        for parameter, value in trained.named_parameters():
+            if value.requires_grad:
+                weights[parameter.replace("|", ".")] = value.detach()
+        arguments = (model, "sft", layout, 40, (adapters, start))
+        job = partial(two_steps, gradients=gradients)
+        ranks = [rank for _, rank in pool.run(job, *arguments, world_size=layout.world_size)]
+        if gradients:
+            check_gradients(ranks, weights, start)
+        else:
+            check_against(ranks, steps, weights, start)
 
 
 def _passes(rank: int, directory: Path, layout: Layout, tensors: Any) -> list[Any]:
@@ -266,9 +285,10 @@ def _critics(rank: int, directory: Path, layout: Layout) -> list[Any]:
         assert train(critic, step, 1) == train(other, step, 1)
         offloader.offload_all()
     offloader.onload("critic")
-    held = {
-        value.untyped_storage().data_ptr(): value.nbytes for role in roles.values() for value in role._part("weights")
-    }
+    held = {}
+    for role in roles.values():
+        for value in (*role._part("frozen"), *role._part("trained")):
+            held[value.untyped_storage().data_ptr()] = value.nbytes
     assert sum(held.values()) < 0.7 * bytes_of_both
     return found
 

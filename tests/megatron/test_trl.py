@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from megarl.algos import kl
-from megarl.config.schema import Optimizer
 from megarl.config.schema.training_sections import DIRECT_LOSSES
 from megarl.data.batches import text_batch
 from megarl.data.schedule import inference_schedule, step_schedule
@@ -24,7 +23,7 @@ from megarl.data.training_texts import TrainingText
 from megarl.megatron.parallel import GroupCache
 from megarl.megatron.supervised_losses import DirectPreferenceLoss
 from megarl.types import Layout
-from tests.megatron.compare import everywhere, logprobs_by_chunk, shards_of, weights_of
+from tests.megatron.compare import GRADIENT_STEP, everywhere, logprobs_by_chunk, shards_of, weights_of
 from tests.megatron.tiny import load_role, save_model
 from tests.needs import lacking
 from tests.oracle.trl_losses import BETAS, END, logits
@@ -41,9 +40,6 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "hinge": (DIRECT_LOSSES("hinge", beta=0.3), {"loss_type": ["hinge"], "beta": 0.3}),
     "ipo": (DIRECT_LOSSES("ipo", beta=0.3), {"loss_type": ["ipo"], "beta": 0.3}),
 }
-UNIT = 1e6
-"""With Adam's rate and epsilon of this size, a step without clipping moves the weights by their gradient."""
-STEP = Optimizer(lr=UNIT, eps=UNIT, clip_grad=None)
 
 
 def pairs() -> list[TrainingText]:
@@ -99,7 +95,7 @@ def step_of(rank: int, directory: Path, loss: str) -> tuple[dict[str, float], li
         sums = np.array([row.sum(dtype=np.float64) for row in columns[index]], dtype=np.float32)
         scored.append(replace(chunk, ref_logprobs=sums))
     role = load_role(directory / "policy", "actor", LAYOUT, rank, cache, trainable=True)
-    role.start_training(STEP, total_steps=1)
+    role.start_training(GRADIENT_STEP, total_steps=1)
     before = weights_of(role)
     schedule = step_schedule(samples, LAYOUT, 40, rows_per_unit=2).ranks[role.coords.dp]
     (step,) = role.update([schedule], scored, partial(DirectPreferenceLoss, role, LOSSES[loss][0], scored))
