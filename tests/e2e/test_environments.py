@@ -47,6 +47,7 @@ rollout:
   devices: "1-2"
   max_new_tokens: 24  # of which turns have some 12, so that syncs fall into them
   max_model_len: 64
+  kv_cache_mib: 64
   stop_token_ids: [{stops}]
   record: {directory}/sampled
 actor: {{optimizer: {{lr: 1.0e-3}}}}

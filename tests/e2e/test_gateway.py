@@ -72,6 +72,7 @@ def test_a_run_trains_on_the_conversations_of_harnesses(tmp_path: Path) -> None:
         f"data.prompts_per_step={TALKS + 1}",
         "rollout.max_new_tokens=64",
         "rollout.max_model_len=2048",
+        "rollout.kv_cache_mib=64",
         f"rollout.record={tmp_path / 'sampled'}",
         f"reward.functions={json.dumps([written])}",
         "tracking.samples=all",
