@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOTS = ("megarl", "launchers", "tools")
 LIMITS = {
-    "lines": 55530,
+    "lines": 55531,
     "parallel assignments": 0.0,
     "conditional expressions": 8.1,
     "comprehensions": 18.0,

@@ -164,7 +164,7 @@ class DevicePlan:
                 sizes["optimizer"] += memory.optimizer
             else:
                 sizes["offloaded"] += memory.state - memory.frozen
-            if offloads:
+            if offloads and memory.frozen:
                 sizes["offloaded"] += memory.frozen // self.sharing[name]
             if name in self.saved:
                 sizes["snapshot"] += memory.snapshot
@@ -246,7 +246,8 @@ def _plans(config: RunConfig) -> dict[int, DevicePlan]:
                 roles[role] = made[role, stage]
             sharing: dict[str, int] = {}
             for role, spec in specs.items():
-                sharing[role] = _sharing(config, spec, name, device)
+                if roles[role].frozen:
+                    sharing[role] = _sharing(config, spec, name, device)
             plans[device] = DevicePlan(
                 device=device, kind=kind, roles=roles, bucket=bucket, saved=saved, sharing=sharing
             )

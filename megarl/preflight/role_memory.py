@@ -34,7 +34,7 @@ class RoleMemory:
 
     Args:
         parameters: the weights that are its own.
-        frozen: those of them that never change, of which the host keeps a copy.
+        base: those of them below adapters.
         optimizer: the optimizer's state; 0 without training.
         stepping: intermediate results of the step: on CUDA, whose Adam is fused, a clipped gradient
             of each weight in turn; two of Adam on a CPU.
@@ -47,7 +47,7 @@ class RoleMemory:
 
     spec: RoleSpec
     parameters: int
-    frozen: int
+    base: int
     gradients: int
     optimizer: int
     stepping: int
@@ -60,6 +60,13 @@ class RoleMemory:
     def state(self) -> int:
         """What the role has on its device while it is not offloaded."""
         return self.parameters + self.optimizer
+
+    @property
+    def frozen(self) -> int:
+        """Its weights that never change, of which the host keeps a copy."""
+        if self.spec.is_frozen:
+            return self.parameters
+        return self.base
 
 
 def role_memory(
@@ -97,12 +104,8 @@ def role_memory(
             ranks //= layout.ep
             experts = max(experts, size)
         shards.append(-(-size // ranks))
-    frozen_bytes = 0
-    if spec.training is None or not spec.training.shares_base:
-        frozen_bytes = sum(math.prod(info.shape) for info in frozen.values()) * item
-    parameters = elements * item + frozen_bytes
-    if spec.is_frozen:
-        frozen_bytes = parameters
+    base = _base_elements(spec, frozen) * item
+    parameters = elements * item + base
     optimizer = 0
     if spec.training is not None:
         # Moments, float32 weights, average.
@@ -126,7 +129,7 @@ def role_memory(
     return RoleMemory(
         spec=spec,
         parameters=parameters,
-        frozen=frozen_bytes,
+        base=base,
         gradients=4 * elements,
         optimizer=optimizer,
         stepping=stepping,
@@ -162,6 +165,13 @@ def _params(
         if head != "lm" and name.endswith("output_layer.weight"):
             trained[name] = whole.pop(name)
     return whole, trained
+
+
+def _base_elements(spec: RoleSpec, frozen: Mapping[str, TensorInfo]) -> int:
+    """Returns the elements of the weights below adapters, unless they are the actor's."""
+    if spec.training is not None and spec.training.shares_base:
+        return 0
+    return sum(math.prod(info.shape) for info in frozen.values())
 
 
 def _routes(spec: RoleSpec, model: ModelSpec, stage: int) -> int:
