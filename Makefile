@@ -9,7 +9,7 @@ export PYTHON ?=
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Those of minutes, without arguments.
-BENCHMARKS := config_load packed_attention experts gateway turns plan debug_run save reshard convert drafts
+BENCHMARKS := adapters config_load packed_attention experts gateway turns plan debug_run save reshard convert drafts
 # Of the demo.
 SEED ?= 0
 # Of the chaos.

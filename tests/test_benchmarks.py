@@ -25,6 +25,7 @@ from megarl.config import load
 REPOSITORY = Path(__file__).parents[1]
 TINY = "{vocab_size: 128, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
 SMOKE: Mapping[str, Sequence[str]] = {
+    "adapters": ["--rounds", "1", "--steps", "2", "--hidden", "64", "--layers", "1", "--rank", "2"],
     "config_load": ["--runs", "1"],
     "convert": ["--layers", "1", "--vocab-size", "1000"],
     "debug_run": ["configs/debug/grpo.yaml", "run.steps=2", "evaluation=null"],
